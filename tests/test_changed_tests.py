@@ -134,12 +134,27 @@ def test_pytest_collects_the_chosen_files_alone_on_its_workers_too(tmp_path: Pat
     for name in ("changed_tests.py", "durations.py", "product_coverage.py"):
         shutil.copy(ROOT / "tests" / "factories" / name, root / "tests" / "factories")
     (root / "tests" / "reach.json").write_text('{"tests": []}')
+    (root / "tests" / "mutations").mkdir()
+    (root / "tests" / "far").mkdir()
+    (root / "tests" / "far" / "test_far.py").write_text("def test_it(): ...\ndef test_other(): ...\n")
+    faults = '[[fault]]\nfile = "trainer/step.py"\ntests = ["tests/far/test_far.py::test_it"]\n'
+    (root / "tests" / "mutations" / "faults.toml").write_text(faults)
     commit(root)
     argv = [sys.executable, "-m", "pytest", "-n1", "-opythonpath=tests/factories", "-mnot documents", "--changed"]
-    for name, told in (("tests/test_page.py", "1 of 3 test files"), ("examples/job.yaml", "2 of 3 test files")):
+    for name, told in (("tests/test_page.py", "1 of 4 test files"), ("examples/job.yaml", "2 of 4 test files")):
         (root / name).write_text("def test_it(): ...\n")
         run = subprocess.run(argv, cwd=root, capture_output=True, text=True, check=False)
         assert run.returncode == 0 and told in run.stdout and f"{told[0]} passed" in run.stdout, run.stdout
+    commit(root)
+    (root / "trainer" / "step.py").write_text("def step(): return 1\n")
+    (root / "my-model").mkdir()
+    (root / "my-model" / "README.md").write_text("an export, which no test reads")
+    run = subprocess.run([*argv, "-rA"], cwd=root, capture_output=True, text=True, check=False)
+    assert "far/test_far.py::test_it" in run.stdout and "test_other" not in run.stdout, run.stdout
+    assert "all 4 test files" not in run.stdout
+    (root / "trainer" / "half.py").write_text("def half(")
+    run = subprocess.run(argv, cwd=root, capture_output=True, text=True, check=False)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR and "trainer/half.py: " in run.stderr, run.stderr
 
 
 def test_every_line_is_executed_by_the_cheapest_tests_that_can() -> None:

@@ -13,6 +13,7 @@ from durations import (
     Used,
     file_seconds,
     files_without_durations,
+    merged,
     over_budget,
     quick_functions,
     read_durations,
@@ -82,6 +83,21 @@ def test_a_run_above_its_budget_names_the_dearest_test_and_a_slower_machine_is_n
     assert "tests/test_c.py::test_dear" in over_budget(20.0, dearer, KNOWN)[1]
     slower = {file: {name: 3 * each for name, each in functions.items()} for file, functions in KNOWN.items()}
     assert over_budget(20.0, slower, KNOWN) == []
+
+
+def test_quick_tests_are_compared_with_the_same_tests_on_a_slower_machine():
+    known = {"tests/test_a.py": {"test_quick": 1.0, "test_dear": 9.0}}
+    assert over_budget(1.5, {"tests/test_a.py": {"test_quick": 3.0}}, known) == []
+
+
+def test_a_part_of_a_run_renews_what_it_measured_and_forgets_what_is_gone():
+    file, own = (
+        "tests/test_durations.py",
+        test_a_part_of_a_run_renews_what_it_measured_and_forgets_what_is_gone.__name__,
+    )
+    known = {file: {"test_gone": 1.0, own: 1.0}, "tests/other.py": {"test_it": 1.0}}
+    renewed = merged(known, {file: {"test_more": 2.0}})
+    assert renewed == {file: {own: 1.0, "test_more": 2.0}, "tests/other.py": {"test_it": 1.0}}
 
 
 @pytest.mark.parametrize(("budget_s", "code"), [(0.2, 1), (60.0, 0)])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from shardwise.launch.inputs.prepare_data import prepare_data
 from shardwise.launch.options import DataOptions
-from shardwise.launch.plan.gather import check_inputs, profile_data, read_inputs
+from shardwise.launch.plan.gather import check_inputs, profile_data, read_inputs, with_tokenizer
 from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
 from shardwise.trainer.spec.data.profile import DataProfile, LengthHistogram
@@ -32,7 +32,7 @@ def run_data(options: DataOptions, console: Console) -> ExitCode:
 
 def prepared_data(options: DataOptions, console: Console) -> tuple[DataProfile, Job]:
     """The prepared data of a job, checked as a plan checks them, and the job."""
-    inputs = read_inputs(options.job, options.overrides, needs_costs=False)
+    inputs = with_tokenizer(read_inputs(options.job, options.overrides, needs_costs=False))
     job, request = inputs.resolved.job, inputs.request
     check_inputs(inputs, profile_data(inputs))  # before anything is tokenised
     profile = prepare_data(request, on_progress=console.line)

@@ -16,6 +16,7 @@ train the embeddings, so the rows would stay untrained and the exported adapters
 job is refused.
 """
 
+import re
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,25 +27,33 @@ from typing import Any
 import msgspec
 
 from shardwise.launch.inputs.hub import download_snapshot, find_snapshot, hub_cache, is_hub_id
-from shardwise.launch.inputs.weight_files import TensorShapes, check_weights, has_weights, holds_weights
+from shardwise.launch.inputs.weight_files import StoredTensor, check_weights, has_weights, holds_weights
 from shardwise.trainer import FOLDER
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from shardwise.trainer.spec.job.sections import Job, ModelJob
 from shardwise.trainer.spec.model.config_json import read_config
-from shardwise.trainer.spec.model.readers import text_part
+from shardwise.trainer.spec.model.stored import (
+    WeightFormat,
+    refuse_format,
+    refuse_two_way,
+    text_part,
+    weight_format,
+    without_format,
+)
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.value import Value
 
 ROWS_MULTIPLE = 64  # of an extended embedding: matrix units need it, and it costs next to nothing
 _TABLE = FOLDER / "trainer" / "presets" / "models.jsonl"
 _MIRRORS = ("unsloth", "nousresearch")  # owners that publish others' weights under the same names
+_HEAD = ("lm_head.weight", "embed_out.weight")  # ends of its names
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class ModelFiles(Value, frozen=True, kw_only=True):
-    """Location of a model.
+    """Location of a model; `config` is that of its language model, without the format of its weights.
 
     `model_path` is None if the model starts from scratch. While `needs_download` is true, `model_path` and
     `tokenizer_path` are the hub id: enough for a plan; `download_model` gives the folders.
@@ -58,6 +67,8 @@ class ModelFiles(Value, frozen=True, kw_only=True):
     revision: str | None = None  # its commit, once known
     needs_download: bool = False
     new_rows: int = 0  # of the embeddings beyond those of the weights; `config` includes them
+    weights: WeightFormat | None = None  # if they are quantised
+    tensors: dict[str, StoredTensor] = {}  # of the weights, if they are here
     note: str | None = None  # for the plan
 
 
@@ -131,6 +142,7 @@ def read_model_config(
     else:
         assert job.model.config is not None, "read_job refuses a job without a model"
         files = _from_config(job, cache)
+    files = _of_language_model(files, job)
     if job.model.tokenizer == "train":
         return msgspec.structs.replace(files, tokenizer_path=None)
     if job.model.tokenizer is not None:
@@ -141,7 +153,37 @@ def read_model_config(
 
 def find_config(name: str, *, cache_home: Path | None = None) -> ModelFiles:
     """Files of `model.config: name`, without a check that its vocabulary holds its tokenizer's tokens."""
-    return _from_config(Job(model=ModelJob(config=name)), hub_cache(cache_home))
+    job = Job(model=ModelJob(config=name))
+    return _of_language_model(_from_config(job, hub_cache(cache_home)), job)
+
+
+def _of_language_model(files: ModelFiles, job: Job) -> ModelFiles:
+    """The files as read, with the config of their language model; InputError if their weights cannot be its base.
+
+    Code that comes with a model reads the whole config.
+    """
+    if job.model.trust_remote_code is not None:
+        config = without_format(files.config)
+    else:
+        has_head = any(name.endswith(_HEAD) for name in files.tensors) if files.tensors else None
+        config = text_part(files.config, has_head=has_head)
+    refuse_two_way(config, origin=files.config_origin)
+    weights = weight_format(files.config) if files.model_path is not None else None
+    refuse_format(weights, origin=files.config_origin, method=job.train.method, source=_source_of(files))
+    notes = [note for note in (files.note, weights and weights.note) if note]
+    return msgspec.structs.replace(files, config=dict(config), weights=weights, note="; ".join(notes) or None)
+
+
+def _source_of(files: ModelFiles) -> str | None:
+    """The hub id of the model that was quantised, as the card of its folder or its own name has it; None if neither."""
+    card = Path(files.config_origin).with_name("README.md")
+    with suppress(OSError):
+        found = re.search(r"^base_model:\s*(?:-\s+)?[\"']?([\w.-]+/[\w.-]+)", card.read_text("utf-8", "replace"), re.M)
+        if found is not None:
+            return found[1]
+    name = re.sub(r"-(bnb|unsloth|gptq|awq|fp8|[48]-?bit|int[48]|w\d+a\d+).*$", "", files.repository or "", flags=re.I)
+    known = find_known_model(name)
+    return known.hub[0] if known is not None and known.hub else None
 
 
 def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = None) -> ModelFiles:
@@ -157,6 +199,15 @@ def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = Non
         with_weights=True,
     )
     return read_model_config(job, cache_home=cache_home) if has_weights(folder) else _without_weights(folder)
+
+
+def download_tokenizer(job: Job, files: ModelFiles, *, cache_home: Path | None = None) -> ModelFiles:
+    """The same files with the folder of the tokenizer, where only a table has described a model of the hub so far."""
+    if files.repository is None or files.tokenizer_path != files.repository:
+        return files
+    revision = job.model.revision or files.revision
+    folder = _snapshot(files.repository, revision=revision, cache=hub_cache(cache_home), setting="model.name")
+    return msgspec.structs.replace(files, tokenizer_path=_own_tokenizer(folder))
 
 
 def _from_name(job: Job, cache: Path, *, only_plans: bool, prefers_table: bool) -> ModelFiles:
@@ -204,9 +255,9 @@ def _from_config(job: Job, cache: Path) -> ModelFiles:
 
 
 def _from_folder(folder: Path, *, needs_weights: bool = True) -> ModelFiles:
-    config, note = _read_config(folder), None
+    config, note, tensors = _read_config(folder), None, dict[str, StoredTensor]()
     if needs_weights or holds_weights(folder):
-        _check_embedding(folder, config, check_weights(folder))
+        tensors = dict(check_weights(folder))
     else:
         note = f"{folder} holds no weights; training needs them: model.safetensors"
     return ModelFiles(
@@ -214,6 +265,7 @@ def _from_folder(folder: Path, *, needs_weights: bool = True) -> ModelFiles:
         config_origin=str(folder / "config.json"),
         model_path=str(folder.absolute()),
         tokenizer_path=_own_tokenizer(folder),
+        tensors=tensors,
         note=note,
     )
 
@@ -322,9 +374,7 @@ def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
 
     Raises InputError if the tokenizer is another model's, or the model starts from scratch with too small a vocab_size.
     """
-    part = "text_config" if "vocab_size" not in files.config and "text_config" in files.config else None
-    config = files.config if part is None else files.config[part]
-    vocab_size = config.get("vocab_size")
+    vocab_size = files.config.get("vocab_size")
     if files.tokenizer_path is None or not isinstance(vocab_size, int):
         return files
     tokens = read_tokens(Path(files.tokenizer_path))
@@ -346,10 +396,7 @@ def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
             f"{vocab_size}; {remedy}"
         )
     rounded = -(-size // ROWS_MULTIPLE) * ROWS_MULTIPLE
-    extended = {**config, "vocab_size": rounded}
-    return msgspec.structs.replace(
-        files, config=extended if part is None else {**files.config, part: extended}, new_rows=rounded - vocab_size
-    )
+    return msgspec.structs.replace(files, config={**files.config, "vocab_size": rounded}, new_rows=rounded - vocab_size)
 
 
 def chat_templates(folder: Path) -> frozenset[str]:
@@ -390,16 +437,6 @@ def read_tokens(folder: Path) -> Tokens | None:
         raise InputError(f"{path}: is not a tokenizer of the tokenizers library") from error
 
 
-def _check_embedding(folder: Path, config: dict[str, Any], shapes: TensorShapes) -> None:
-    vocab_size = config.get("vocab_size")
-    for name, shape in shapes.items():
-        if name.endswith("embed_tokens.weight") and isinstance(vocab_size, int) and shape[:1] != (vocab_size,):
-            raise InputError(
-                f"{folder}: config.json has vocab_size {vocab_size}, but {name} has {shape[0]} rows; "
-                "config.json and weights are of different models"
-            )
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():
@@ -438,7 +475,7 @@ def with_new_rows(files: ModelFiles, *, cache: Path, on_progress: Callable[[str]
     """The model with embeddings of the size of its config, extended if they are smaller."""
     if not files.new_rows or files.model_path is None:
         return files
-    num_rows = text_part(files.config)["vocab_size"]
+    num_rows = files.config["vocab_size"]
     folder = cache / "models" / _key(Path(files.model_path), num_rows)
     if not (folder / "config.json").is_file():
         on_progress(f"making room for new tokens: {num_rows - files.new_rows:,} to {num_rows:,} rows of the embeddings")

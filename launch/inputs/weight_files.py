@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import format_bytes
@@ -19,13 +19,30 @@ _DTYPE_BITS = {
     "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 _AGAIN = "download or save it again"
+_PACKED = ".quant_state.bitsandbytes__"  # follows the name of a 4-bit weight
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
-TensorShapes = Mapping[str, tuple[int, ...]]
+
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file, as its header describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * _DTYPE_BITS[self.dtype] // 8
 
 
-def check_weights(folder: Path) -> TensorShapes:
-    """Shapes of the weights in a model folder, by name; raises InputError if they are missing, damaged or pickled."""
+StoredTensors = Mapping[str, StoredTensor]
+
+
+def check_weights(folder: Path) -> StoredTensors:
+    """The tensors of a model folder, by name; raises InputError if they are missing, damaged or pickled."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return read_header(single)
@@ -58,8 +75,14 @@ def has_weights(folder: Path) -> bool:
     return index.is_file() and all((folder / name).is_file() for name in set(_weight_map(index).values()))
 
 
-def read_header(path: Path) -> TensorShapes:
-    """Shapes of the tensors in one file, by name, after checking the header against the file's size."""
+def packed_weights(tensors: StoredTensors) -> int:
+    """The weights that bitsandbytes keeps two to a byte."""
+    packed = (name.partition(_PACKED) for name in tensors)
+    return sum(2 * tensors[weight].num_bytes for weight, mark, _ in packed if mark and weight in tensors)
+
+
+def read_header(path: Path) -> StoredTensors:
+    """The tensors of one file, by name, after checking the header against the file's size."""
     try:
         with path.open("rb") as stream:
             size_bytes = path.stat().st_size
@@ -74,16 +97,16 @@ def read_header(path: Path) -> TensorShapes:
     return _check_tensors(path, header, data_bytes=size_bytes - 8 - header_bytes)
 
 
-def _check_tensors(path: Path, header: object, *, data_bytes: int) -> TensorShapes:
+def _check_tensors(path: Path, header: object, *, data_bytes: int) -> StoredTensors:
     if not isinstance(header, dict):
         raise InputError(f"{path}: its safetensors header is damaged; {_AGAIN}")
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, StoredTensor] = {}
     end_bytes = 0
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
         try:
-            shapes[name], tensor_end = _check_tensor(tensor)
+            tensors[name], tensor_end = _check_tensor(tensor)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}: its safetensors header is damaged at {name}; {_AGAIN}") from error
         end_bytes = max(end_bytes, tensor_end)
@@ -94,18 +117,18 @@ def _check_tensors(path: Path, header: object, *, data_bytes: int) -> TensorShap
         )
     if end_bytes < data_bytes:
         raise InputError(f"{path}: is damaged: {data_bytes - end_bytes} bytes belong to no tensor; {_AGAIN}")
-    return shapes
+    return tensors
 
 
-def _check_tensor(tensor: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
-    """Shape and end of one entry; raises KeyError, TypeError or ValueError if it contradicts itself."""
+def _check_tensor(tensor: Mapping[str, Any]) -> tuple[StoredTensor, int]:
+    """One entry and its end; raises KeyError, TypeError or ValueError if it contradicts itself."""
     shape = tuple(int(size) for size in tensor["shape"])
     begin, end = tensor["data_offsets"]
     if min(shape, default=0) < 0 or not 0 <= begin <= end:
         raise ValueError("negative sizes")
     if (end - begin) * 8 != math.prod(shape) * _DTYPE_BITS[tensor["dtype"]]:
         raise ValueError("shape and offsets differ")
-    return shape, end
+    return StoredTensor(shape, str(tensor["dtype"])), end
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -119,9 +142,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def _read_sharded(index: Path) -> TensorShapes:
+def _read_sharded(index: Path) -> StoredTensors:
     weight_map = _weight_map(index)
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in sorted(set(weight_map.values())):
         file = index.parent / name
         if not file.is_file():
@@ -130,5 +153,5 @@ def _read_sharded(index: Path) -> TensorShapes:
         missing = sorted(tensor for tensor, place in weight_map.items() if place == name and tensor not in inside)
         if missing:
             raise InputError(f"{file}: lacks {missing[0]}, which {index.name} places there; download the model again")
-        shapes |= inside
-    return shapes
+        tensors |= inside
+    return tensors

@@ -34,7 +34,7 @@ from shardwise.trainer.spec.messages.worker_requests import Simulation, Simulati
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.packages import kernel_packages
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
-from shardwise.trainer.spec.strategy import Attention
+from shardwise.trainer.spec.strategy import Attention, Quant
 from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
 
@@ -98,6 +98,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         model_config=plan.model_config,
         model_code=plan.model_code,
         method=chosen.method,
+        quant=plan.model_shape.quant or Quant.NF4_DQ,
         lora=plan.job.train.lora,
         sharding=chosen.strategy.sharding,
         num_ranks=chosen.num_ranks,

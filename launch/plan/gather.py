@@ -19,15 +19,18 @@ from shardwise.launch.inputs.data_files import (
     shape_of_first_row,
     source_bytes,
 )
+from shardwise.launch.inputs.model_check import check_model
 from shardwise.launch.inputs.model_files import (
     ModelFiles,
     chat_templates,
     download_model,
+    download_tokenizer,
     read_model_config,
     refuse_frozen_rows,
 )
 from shardwise.launch.inputs.prepare_data import find_prepared
 from shardwise.launch.inputs.trusted_code import offered_code, read_extension, read_model_code
+from shardwise.launch.inputs.weight_files import packed_weights
 from shardwise.launch.job import cache_home, config_home, site_config, state_home
 from shardwise.launch.job.layers import ResolvedJob, read_job_layers
 from shardwise.launch.plan.calibration_store import read_calibration
@@ -41,11 +44,11 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.job.sections import Allowance, DataFormat, Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
-from shardwise.trainer.spec.model.readers import admitted_types, read_model_shape, supported_model_types, text_part
+from shardwise.trainer.spec.model.readers import admitted_types, read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
 from shardwise.trainer.spec.packages import KERNEL_PACKAGES
 from shardwise.trainer.spec.plan import Calibration, Fp8Gain, Plan, TrialResult
-from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.strategy import Method, Precision
 
 if TYPE_CHECKING:  # imported only for plans of a partition
     from shardwise.slurm.partition_hardware import PartitionHardware
@@ -129,10 +132,10 @@ def read_inputs(
         hub_home=hub_home,
         only_plans=only_plans,
     )
-    is_apart = request.packing is False and job.data.packing is None  # rows are few
-    if is_apart and shape.traced is not None:
-        whole = replace(job, data=replace(job.data, packing=False))
-        shape = _read_shape(whole, model, code, hardware=hardware, cache=cache, needs_costs=needs_costs)
+    if shape.traced is not None and request.packing != job.data.packing:
+        shape = _read_shape(_as_prepared(job, request), model, code, hardware=hardware, cache=cache)
+    shape = _with_format(shape, model)
+    check_model(job, model, shape, code, cache=cache)
     return PlanInputs(
         *(resolved, model, shape, hardware, request, cache, hub_home),
         model_code=code,
@@ -161,6 +164,9 @@ def read_model(
     model = read_model_config(
         resolved.job, cache_home=hub_home, only_plans=only_plans, prefers_table=only_plans and assumes_data
     )
+    if model.weights is not None and model.weights.quant is not None:  # no other method trains on them
+        train = replace(resolved.job.train, method=Method.QLORA)
+        resolved = replace(resolved, job=replace(resolved.job, train=train))
     return resolved, model, hub_home
 
 
@@ -175,20 +181,20 @@ def _read_nodes(
 
 
 def _read_shape(
-    job: Job, model: ModelFiles, code: ModelCode | None, *, hardware: Hardware, cache: Path, needs_costs: bool
+    job: Job, model: ModelFiles, code: ModelCode | None, *, hardware: Hardware, cache: Path, needs_costs: bool = True
 ) -> ModelShape:
-    has_form = code is None and text_part(model.config).get("model_type") in admitted_types()
+    has_form = code is None and model.config.get("model_type") in admitted_types()
     if has_form or installed_version("torch") is None:
         return read_model_shape(model.config, origin=model.config_origin)
     from shardwise.launch.plan.trace import trace_request, traced_shape
 
     description = DescriptionRequest(
-        model_config=dict(text_part(model.config)),
+        model_config=model.config,
         origin=model.config_origin,
         model_code=code,
         offers_code_of=offered_code(job, model.config),
     )
-    if code is None and text_part(model.config).get("model_type") in supported_model_types():
+    if code is None and model.config.get("model_type") in supported_model_types():
         shape = read_model_shape(model.config, origin=model.config_origin)
         if not needs_costs:
             return shape
@@ -197,20 +203,56 @@ def _read_shape(
     return traced_shape(trace_request(description, job, hardware, needs_costs=needs_costs), cache=cache)
 
 
+def _with_format(shape: ModelShape, model: ModelFiles) -> ModelShape:
+    """The shape with the format of a base that stays in 4 bit, and how many weights its files hold so."""
+    if model.weights is None or model.weights.quant is None:
+        return shape
+    num_packed = packed_weights(model.tensors) or None  # without any, all are quantised anew
+    return replace(shape, quant=model.weights.quant, packed_linears=num_packed)
+
+
+def _as_prepared(job: Job, request: PrepareRequest) -> Job:
+    """The job, its rows packed as they will be: few conversations are not."""
+    return replace(job, data=replace(job.data, packing=request.packing))
+
+
 def with_weights(inputs: PlanInputs) -> PlanInputs:
     """The same inputs with the model's weights on this machine; downloads missing ones."""
     if not inputs.model.needs_download:
         return inputs
     job = inputs.resolved.job
     model = download_model(job, inputs.model, cache_home=inputs.hub_home)
+    shape = inputs.shape
+    if model.config != inputs.model.config:  # its files showed more of it
+        shape = _read_shape(
+            _as_prepared(job, inputs.request),
+            model,
+            inputs.model_code,
+            hardware=inputs.hardware,
+            cache=inputs.cache,
+            needs_costs=shape.traced is not None,
+        )
+    shape = _with_format(shape, model)
+    check_model(job, model, shape, inputs.model_code, cache=inputs.cache)
+    return _with_request(inputs._replace(model=model, shape=shape))
+
+
+def with_tokenizer(inputs: PlanInputs) -> PlanInputs:
+    """The same inputs with the model's tokenizer on this machine; downloads a missing one."""
+    model = download_tokenizer(inputs.resolved.job, inputs.model, cache_home=inputs.hub_home)
+    return inputs if model is inputs.model else _with_request(inputs._replace(model=model))
+
+
+def _with_request(inputs: PlanInputs) -> PlanInputs:
+    """The same inputs, their data prepared with the tokenizer of their model."""
     request = make_request(
-        job,
+        inputs.resolved.job,
         shape=inputs.shape,
-        tokenizer_path=model.tokenizer_path,
+        tokenizer_path=inputs.model.tokenizer_path,
         cache_root=Path(inputs.request.cache_root),
         hub_home=inputs.hub_home,
     )
-    return inputs._replace(model=model, request=request)
+    return inputs._replace(request=request)
 
 
 # Model types whose tokenizers transformers cuts by rules of its own instead of those in tokenizer.json (workaround W9).
@@ -432,7 +474,7 @@ def plan_inputs(
             name=inputs.resolved.name,
             hardware=hardware,
             shape=inputs.shape,
-            model_config=dict(text_part(inputs.model.config)),
+            model_config=inputs.model.config,
             model_path=inputs.model.model_path,
             tokenizer_path=prepared_tokenizer(data) or inputs.model.tokenizer_path,
             data=data,

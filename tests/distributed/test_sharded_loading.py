@@ -15,6 +15,8 @@ from estimate_factory import configuration as configuration_of
 from estimate_factory import cpu, gpu
 from msgspec.structs import replace
 from rank_factory import rank_plan
+from safetensors.torch import load_file, save_file
+from stored_models import FP8_EXPERTS, GPT_OSS, SIZES, as_bnb, as_fp8, as_mxfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
@@ -27,7 +29,7 @@ from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import DescriptionRequest
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method, Precision, Quant
 from shardwise.trainer.spec.units import MIB
 
 MIXED, BF16 = Precision.BF16_MIXED, Precision.BF16
@@ -55,11 +57,13 @@ class Start:
     method: Method = Method.FULL
     train: Mapping[str, Any] = field(default_factory=dict)
     offload: Offload = Offload.NONE
+    stored: Callable[[Path], object] | None = None  # the format that the weights are put into
 
     def __str__(self) -> str:
         words = (self.sharding, self.offload, self.config["model_type"], self.precision, self.method)
         kind = "tied" if self.config is TIED else "untied"
-        return "-".join(map(str, (*words, kind, *("dora" for _ in self.train if self.train is DORA))))
+        more = (*("dora" for _ in self.train if self.train is DORA), *([self.stored.__name__] if self.stored else ()))
+        return "-".join(map(str, (*words, kind, *more)))
 
 
 class Look(NamedTuple):
@@ -69,6 +73,22 @@ class Look(NamedTuple):
     start: Start
     origin: str = "read"
     num_ranks: int = 2
+
+
+def in_4_bit(folder: Path) -> None:
+    plain = folder.rename(folder.with_suffix(".plain"))
+    as_bnb(plain, folder)
+
+
+def in_a_model_with_vision(folder: Path) -> None:
+    """The folder of a Qwen2.5-VL whose text part has these weights, as such models are published."""
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    named = {f"model.language_model.{name.removeprefix('model.')}": each for name, each in tensors.items()}
+    named["lm_head.weight"] = named.pop("model.language_model.lm_head.weight")
+    save_file({**named, "model.visual.norm.weight": torch.ones(4)}, folder / "model.safetensors", {"format": "pt"})
+    outer = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    part = {**config, "model_type": "qwen2_5_vl_text"}
+    (folder / "config.json").write_text(json.dumps({**outer, "text_config": part, "tie_word_embeddings": False}))
 
 
 SHARDINGS = FSDP, ZERO3 = Sharding.FSDP, Sharding.ZERO3
@@ -84,15 +104,24 @@ READ = (
     Start(ZERO3, method=Method.LORA, precision=MIXED, train=NARROW),
     Start(ZERO3, method=Method.LORA, train=DORA),
 )
+STORED = (
+    Start(FSDP, FP8_EXPERTS, MIXED, stored=as_fp8),
+    Start(ZERO3, GPT_OSS, BF16, stored=as_mxfp4),
+    Start(FSDP, {**SIZES, "model_type": "llama"}, MIXED, Method.QLORA, NARROW, stored=in_4_bit),
+    Start(ZERO3, {**SIZES, "model_type": "qwen2"}, MIXED, Method.LORA, NARROW, stored=in_a_model_with_vision),
+)
 DRAWN = (READ[0], READ[5], Start(ZERO3), Start(ZERO3, EXPERTS, BF16))
 MORE_READ = (Start(Sharding.FSDP_GRAD_OP, EXPERTS, BF16), Start(FSDP, EXPERTS, MIXED, Method.QLORA, NARROW))
-STARTS = [*(Look("start", each) for each in READ), *(Look("start", each, "drawn") for each in DRAWN)]
+STARTS = [*(Look("start", each) for each in (*READ, *STORED)), *(Look("start", each, "drawn") for each in DRAWN)]
 MORE_STARTS = [
     *(Look("start", each) for each in (*MORE_READ, *DRAWN[2:])),
     *(Look("start", each, "drawn") for each in (READ[1], READ[2], READ[6])),
 ]
 LARGE, LARGE_ZERO3 = Start(FSDP, BIG), Start(ZERO3, BIG)
-PEAKS = [Look("peak", LARGE, "drawn"), Look("peak", LARGE), Look("peak", LARGE_ZERO3)]
+PEAKS = [
+    Look("peak", LARGE, "drawn"), Look("peak", LARGE), Look("peak", LARGE_ZERO3),
+    Look("peak", Start(FSDP, BIG, stored=as_fp8)),
+]  # fmt: skip
 WHOLE, ONTO = Look("whole", LARGE), Look("onto", LARGE)
 SAVES = [Look("save", Start(each, SAVED_MODEL), "drawn") for each in SHARDINGS]
 CUSTOM = [Look("start", Start(each, CONFIG)) for each in SHARDINGS]
@@ -105,13 +134,17 @@ def plan_of(look: Look, cache_dir: Path, folder: Path) -> Plan:
     plan = rank_plan(
         cache_dir, start.sharding, start.offload, num_ranks=look.num_ranks, micro_batch=1 if few else 2, accumulation=1,
         model_config=start.config, precision=start.precision, method=start.method, train=start.train,
-        checkpointing=Checkpointing.FULL if is_custom else Checkpointing.NONE, **few,
+        checkpointing=Checkpointing.FULL if is_custom else Checkpointing.NONE,
+        attention=Attention.EAGER if start.config is GPT_OSS else Attention.SDPA, **few,
     )  # fmt: skip
     data = replace(plan.data, num_eval_rows=0 if few else plan.data.num_eval_rows)
     path = None if look.origin == "drawn" else write_weights(folder, start)
     plan = replace(plan, data=data, model_path=path and str(path))
+    if path is not None and start.config is GPT_OSS:  # no reader knows it
+        return replace(plan, model_shape=describe(DescriptionRequest(model_config=dict(GPT_OSS), origin="config.json")))
     if path is None or not is_custom:
-        return replace(plan, model_shape=read_model_shape(dict(plan.model_config)))
+        shape = read_model_shape(dict(plan.model_config))
+        return replace(plan, model_shape=replace(shape, quant=Quant.NF4_DQ if start.stored is in_4_bit else None))
     with transformers_as_it_was():
         request = DescriptionRequest(model_config=CONFIG, origin="config.json", model_code=code_of(path))
         shape = describe(request)
@@ -122,7 +155,8 @@ def plan_of(look: Look, cache_dir: Path, folder: Path) -> Plan:
 def write_weights(folder: Path, start: Start) -> Path:
     """New weights in several files; or of code that comes with a model, and computes its buffers in its constructor."""
     config, is_large = start.config, start.config is BIG
-    path = folder / ("large" if is_large else "custom" if config is CONFIG else str(start))
+    is_plain = is_large and start.stored is None
+    path = folder / ("large" if is_plain else "custom" if config is CONFIG else str(start))
     if path.exists():
         return path
     if config is CONFIG:
@@ -132,7 +166,9 @@ def write_weights(folder: Path, start: Start) -> Path:
     fields = {name: value for name, value in config.items() if name != "model_type"}
     dtype = torch.bfloat16 if is_large else torch.float32  # in 16 bit they are cast as they are read
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), dtype=dtype)
-    model.save_pretrained(path, max_shard_size=2**28 if is_large else 2**18)
+    model.save_pretrained(path, max_shard_size=2**28 if is_large or start.stored else 2**18)
+    if start.stored is not None:
+        start.stored(path)
     return path
 
 

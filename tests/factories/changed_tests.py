@@ -5,6 +5,7 @@ Of a changed file these run:
 - test files that import it, or name it or a folder of it in a string, themselves or through other files of the tests;
 - of a module of the product, and of one that names a changed file of data: test files that import or name it, and those
   that tests/reach.json has for it. If more than functions changed (constants, fields): also the cheapest of its users;
+- of a file with seeded faults (tests/mutations): the cases that catch them, of whichever file;
 - of what documents execute (SHOWN): the documents, also those of `make test-long` that install nothing.
 
 tests/reach.json has, of the test files that execute a module, those in its folder of the tests, and the cheapest that
@@ -14,7 +15,7 @@ lacks runs if it reaches the module by imports and names of programs. To renew i
     pytest -m "not long and not gpu" --product-coverage FOLDER && python tests/factories/changed_tests.py FOLDER
 
 Everything runs after a change of EVERYTHING, of what tests/conftest.py imports, and of a file that nothing names. What
-only an expensive test of a distant module finds is left to `make test`, before a merge.
+only an expensive test of a distant module finds, and no fault is seeded for, is left to `make test`, before a merge.
 """
 
 import ast
@@ -22,6 +23,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
@@ -30,7 +32,7 @@ from typing import Any
 
 import coverage
 import pytest
-from durations import file_seconds, read_durations
+from durations import file_of, file_seconds, function_of, read_durations
 from product_coverage import combine
 
 ROOT = Path(__file__).parents[2]
@@ -68,9 +70,10 @@ class _Selected:
     def __init__(self, config: pytest.Config) -> None:
         self._line = ""
         if hasattr(config, "workerinput"):
-            self._files, config.option.markexpr = config.workerinput["changed_tests"]
+            self._files, self._cases, config.option.markexpr = config.workerinput["changed_tests"]
         else:
             commit, changed = changed_files(ROOT, config.getoption("changed"))
+            self._cases = cases_of_faults(ROOT, changed)
             self._files, counted = select(Project(ROOT), json.loads(TABLE.read_text()), changed)
             if config.option.markexpr and any(path.startswith(SHOWN) for path in changed):
                 config.option.markexpr += " or documents and not cold"
@@ -78,14 +81,24 @@ class _Selected:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:  # a worker of xdist
-        node.workerinput["changed_tests"] = [*self._files], node.config.option.markexpr
+        node.workerinput["changed_tests"] = [*self._files], [*self._cases], node.config.option.markexpr
 
     def pytest_report_header(self) -> str:
         return self._line
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         name = collection_path.relative_to(ROOT).as_posix() if collection_path.is_relative_to(ROOT) else ""
-        return True if is_test(name) and name not in self._files else None
+        return True if is_test(name) and name not in {*self._files, *map(file_of, self._cases)} else None
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Of a file that only seeded faults select, their cases remain."""
+        wanted = {*self._files, *self._cases}
+        left_out = [
+            item for item in items if not wanted & {file_of(item.nodeid), function_of(item.nodeid), item.nodeid}
+        ]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in set(left_out)]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -99,7 +112,9 @@ def changed_files(root: Path, base: str = "") -> tuple[str, dict[str, Change]]:
     commits = [commit.strip() for name in names for commit in _git(root, "merge-base", name, "HEAD")]
     if not commits:
         raise pytest.UsageError(f"--changed={base}: not a commit that this clone has and shares history with")
-    untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard")
+    tops = {path.partition("/")[0] for path in _git(root, "ls-files", "-z")}
+    others = _git(root, "ls-files", "-z", "--others", "--exclude-standard")
+    untracked = [path for path in others if "/" not in path or path.partition("/")[0] in tops]  # no exports, no runs
     for commit in (commits[0], "HEAD~1"):
         if paths := [*_git(root, "diff", "--name-only", "-z", "--no-renames", commit), *untracked]:
             return commit, {path: _change(root, commit, path) for path in paths}
@@ -115,7 +130,19 @@ def _change(root: Path, commit: str, path: str) -> Change:
     before, now = "".join(_git(root, "show", f"{commit}:{path}")), root / path
     if not before or not now.is_file():
         return Change.EXISTENCE
-    return compared(before, now.read_text()) if path.endswith(".py") else Change.MORE
+    try:
+        return compared(before, now.read_text()) if path.endswith(".py") else Change.MORE
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise pytest.UsageError(f"{path}: {error}") from None
+
+
+def cases_of_faults(root: Path, changed: Mapping[str, Change]) -> frozenset[str]:
+    """Node ids of the tests that catch the seeded faults of changed files."""
+    tables = (tomllib.loads(path.read_text()) for path in sorted((root / "tests" / "mutations").glob("*.toml")))
+    faults = [fault for table in tables for fault in table["fault"]]
+    return frozenset(
+        case for fault in faults if changed.get(fault["file"], Change.TEXT) > Change.TEXT for case in fault["tests"]
+    )
 
 
 def compared(before: str, now: str) -> Change:
@@ -162,7 +189,10 @@ class Project:
         self._lists_folders: set[str] = set()
         for path in self.files:
             if path.endswith((*PROGRAMS, ".toml")) and path != "pyproject.toml":
-                self._read(path, (root / path).read_text())
+                try:
+                    self._read(path, (root / path).read_text())
+                except (SyntaxError, UnicodeDecodeError) as error:
+                    raise pytest.UsageError(f"{path}: {error}") from None
         outer = [name for name in self.users if not is_module(name)]
         self.base = closure(CONFTEST, lambda path: [name for name in outer if path in self.users[name]])
         known = read_durations(root / "tests" / "durations.json")

@@ -2,11 +2,11 @@
 
 tests/durations.json has the seconds of every test function, all its cases together, by file. Seconds are those of the
 CPU, in the test and in all programs that it starts, and those in which the test waits while a core is idle: what other
-programs do at the same time is in neither. `pytest --durations-file tests/durations.json` over a whole run writes it,
-and over some files replaces these.
+programs do at the same time is in neither. `pytest --durations-file=tests/durations.json` over a whole run that passes
+writes it, and any other run renews the functions that it ran.
 
-A function that is not in it counts as slow: its file runs first, and it is not quick. Files run the longest first, so
-that two workers end together. `--budget NAME` adds up what the run cost: in continuous integration a run above its
+A file that is not in it runs first, and a function that is not in it is not quick. Files run the longest first, so that
+two workers end together. `--budget NAME` adds up what the run cost: in continuous integration a run above its
 budget fails, as does a file without durations.
 """
 
@@ -102,8 +102,10 @@ def over_budget(budget_s: float, measured: Durations, known: Durations) -> list[
 
     On a slower machine than that of the durations, every file takes longer: the median of the ratios is divided out.
     """
-    files = [file for file in measured if file in known and file_seconds(known, file) >= _COMPARED_S]
-    ratios = [file_seconds(measured, file) / file_seconds(known, file) for file in files]
+    recorded = {
+        file: sum(known.get(file, {}).get(name, 0.0) for name in functions) for file, functions in measured.items()
+    }
+    ratios = [file_seconds(measured, file) / each for file, each in recorded.items() if each >= _COMPARED_S]
     slowness = max(1.0, statistics.median(ratios)) if ratios else 1.0
     total = sum(file_seconds(measured, file) for file in measured) / slowness
     if total <= budget_s:
@@ -121,6 +123,17 @@ def files_without_durations(known: Durations) -> list[str]:
     root = DURATIONS.parents[1]
     paths = (path for path in sorted(DURATIONS.parent.rglob("test_*.py")) if not _NOT_RUN.search(path.read_text()))
     return [name for name in (str(path.relative_to(root)) for path in paths) if name not in known]
+
+
+def merged(known: Durations, measured: Durations) -> Durations:
+    """`known` with what was measured, without functions that a measured file has no longer."""
+    found = dict(known)
+    for file, functions in measured.items():
+        path = DURATIONS.parents[1] / file
+        text = path.read_text() if path.is_file() else ""
+        old = {name: each for name, each in known.get(file, {}).items() if f"def {name.rpartition('::')[2]}(" in text}
+        found[file] = {**old, **functions}
+    return found
 
 
 class Used(NamedTuple):
@@ -198,11 +211,14 @@ class _Recorder:
         known = read_durations()
         if budget is not None:
             self._problems = over_budget(BUDGETS_S[budget] * (1 + _RUNS_VARY), self._seconds, known)
-            self._problems += [f"{name}: tests/durations.json lacks it" for name in files_without_durations(known)]
+            self._problems += [
+                f"{name}: tests/durations.json lacks it; add --durations-file=tests/durations.json to a run of it"
+                for name in files_without_durations(known)
+            ]
             if self._problems and os.environ.get("SHARDWISE_CI") and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if path is not None:
-            durations = {**(read_durations(path) if self._is_part() else {}), **self._seconds}
+            durations = self._seconds if self._is_whole(session) else merged(read_durations(path), self._seconds)
             rounded = {
                 file: {name: round(each, 2) for name, each in sorted(durations[file].items())}
                 for file in sorted(durations)
@@ -214,5 +230,13 @@ class _Recorder:
             terminalreporter.section("budget of the tests (tests/factories/durations.py)")
             terminalreporter.write("\n".join([*self._problems, ""]))
 
-    def _is_part(self) -> bool:
-        return self._config.args_source is pytest.Config.ArgsSource.ARGS
+    def _is_whole(self, session: pytest.Session) -> bool:
+        options = self._config.option
+        is_selected = (
+            options.keyword or options.deselect or options.quick or getattr(options, "changed", None) is not None
+        )
+        return (
+            self._config.args_source is not pytest.Config.ArgsSource.ARGS
+            and not is_selected
+            and session.exitstatus == pytest.ExitCode.OK
+        )

@@ -17,6 +17,7 @@ from pathlib import Path
 
 SWITCH = "WARM_PYTHON"  # 0: real interpreters
 _FOLDER = "WARM_PYTHON_FOLDER"  # of the suite that started this process
+_LONGEST_TEMP_DIR = 70  # the path of a socket has at most 107 characters
 _WARM = Path(__file__).parents[1] / "warm"
 REAL_PYTHON = os.environ.get("REAL_PYTHON", sys.executable)
 
@@ -26,7 +27,8 @@ def start_warm_python() -> None:
     if os.environ.get(SWITCH) == "0" or Path("/dev/nvidiactl").exists():
         return
     if _FOLDER not in os.environ:
-        folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
+        is_short = len(tempfile.gettempdir()) < _LONGEST_TEMP_DIR
+        folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-", dir=None if is_short else "/tmp"))
         _make_programs(folder)
         _start_server(folder)
         os.environ[_FOLDER] = str(folder)

@@ -14,6 +14,10 @@ from shardwise.trainer.spec.errors import InputError
 TENSORS = {"model.embed_tokens.weight": (16, 4), "model.norm.weight": (4,)}
 
 
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in check_weights(folder).items()}
+
+
 def header_of(tensors: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -77,9 +81,9 @@ def test_a_file_or_shards_together_answer_with_their_shapes_and_a_missing_one_is
     whole = tmp_path / "whole"
     whole.mkdir()
     (whole / "model.safetensors").write_bytes(safetensors(header_of(TENSORS)))
-    assert check_weights(whole) == TENSORS and has_weights(whole)
+    assert shapes_of(whole) == TENSORS and has_weights(whole)
     write_shards(tmp_path)
-    assert check_weights(tmp_path) == {"first": (4,), "second": (2, 2)}
+    assert shapes_of(tmp_path) == {"first": (4,), "second": (2, 2)}
     assert has_weights(tmp_path)
     write_shards(tmp_path, third="c.safetensors")
     assert not has_weights(tmp_path)

@@ -155,6 +155,14 @@ def test_state_of_one_rank(name: str) -> None:
         assert getattr(found, part) == pytest.approx(getattr(row, part), abs=3), part
 
 
+def test_a_base_that_is_stored_in_4_bit_counts_as_its_files_have_it() -> None:
+    packed = L - 1_000_000
+    shape, chosen = replace(LLAMA_8B, quant=Quant.NF4, packed_linears=packed), configuration(method=QLORA)
+    found = model_states(chosen, policy_of(chosen, A100S, dims_of(shape)), dims_of(shape))
+    assert found.weights == pytest.approx(packed / 2 + 2 * (P - packed), abs=3)
+    assert found.quant_state == pytest.approx(4 / 64 * packed, abs=3)
+
+
 def test_every_member_of_each_axis_has_a_row() -> None:
     chosen = [chosen_of(row) for row in ROWS.values()]
     assert {each.strategy.sharding for each in chosen} == set(Sharding)

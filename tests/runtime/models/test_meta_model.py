@@ -16,10 +16,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration
 
+from shardwise.launch.inputs.model_check import is_usual
 from shardwise.launch.inputs.model_files import read_model_config
+from shardwise.launch.inputs.weight_files import check_weights
 from shardwise.trainer.runtime.models.build import build_model, model_from_config
 from shardwise.trainer.runtime.models.meta_model import (
     MetaModel,
+    StoredModel,
     draw,
     is_placeholder,
     meta_model_from_config,
@@ -29,7 +32,7 @@ from shardwise.trainer.runtime.models.meta_model import (
 from shardwise.trainer.runtime.models.weight_files import WeightReader
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import Job, ModelJob
-from shardwise.trainer.spec.model.readers import read_model_shape, text_part
+from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Attention
 
@@ -145,7 +148,7 @@ def reader_of(folder: Path, dtype: torch.dtype = torch.float32) -> WeightReader:
 
 def skeleton_of(folder: Path, dtype: torch.dtype = torch.float32) -> MetaModel:
     config = AutoConfig.from_pretrained(folder)
-    return meta_model_from_folder(str(folder), config, dtype=dtype, attention="eager", key_mapping=None)
+    return meta_model_from_folder(StoredModel(str(folder), config), dtype=dtype, attention="eager")
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -169,6 +172,7 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
 def test_a_skeleton_its_tensors_and_any_of_their_rows_are_those_that_from_pretrained_loads(name, dtype, folder_of):
     folder = folder_of(name)
     reader, meta_model, model = reader_of(folder, dtype), skeleton_of(folder, dtype), loaded(folder, dtype)
+    assert is_usual(check_weights(folder), read_model_shape(TINY[name])), "so that a plan compares nothing"
     ours, theirs = dict(meta_model.model.named_parameters()), dict(model.named_parameters())
     assert [(n, p.shape, p.dtype) for n, p in ours.items()] == [(n, p.shape, p.dtype) for n, p in theirs.items()]
     assert all(is_placeholder(parameter) and parameter.untyped_storage().nbytes() <= 4 for parameter in ours.values())
@@ -279,7 +283,7 @@ def test_a_damaged_file_is_named(tmp_path):
 def plan_of_folder(folder: Path) -> Plan:
     """A rank's plan that starts from the weights in a folder."""
     files = read_model_config(Job(model=ModelJob(name=str(folder), tokenizer="train")))
-    return replace(rank_plan(Path("nowhere")), model_path=files.model_path, model_config=dict(text_part(files.config)))
+    return replace(rank_plan(Path("nowhere")), model_path=files.model_path, model_config=files.config)
 
 
 def test_of_a_checkpoint_with_vision_the_text_part_is_trained(tmp_path):

@@ -36,6 +36,7 @@ from shardwise.trainer.spec.strategy import (
     LossHead,
     Method,
     Precision,
+    Quant,
     sdpa_kernel,
 )
 from shardwise.trainer.spec.value import Value
@@ -57,6 +58,7 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
     block: int
     attention: int  # of those, weights of attention
     block_linears: int  # weights of the linear layers of all blocks
+    quant: Quant | None  # of a base that is stored in 4 bit
     embedding: int
     head: int  # 0 where tied
     parameters: int
@@ -98,7 +100,9 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
     caps_logits: bool
     has_hidden_dropout: bool
     kinds: tuple[tuple[int, tuple[Linear, ...]], ...]  # number of blocks and linear layers of each kind of block
-    packed_linears: int  # weights of all blocks that a 4-bit base packs: those of linear modules
+    packed_linears: (
+        int  # of block_linears, what a 4-bit base packs: those of linear modules, or what its files have packed
+    )
     traced: TracedBlocks | None = None
 
     def matrices_of_all(self) -> Iterator[tuple[int, int, int]]:
@@ -111,9 +115,10 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
 @lru_cache(maxsize=64)
 def dims_of(shape: ModelShape, *, uses_traces: bool = True) -> Dims:
     """The sizes that the formulas use."""
-    if shape.traced is None or not uses_traces:
-        return _dims(shape)
-    return _of_kinds(_dims(shape), shape.traced)
+    dims = _dims(shape)
+    if shape.traced is not None and uses_traces:
+        dims = _of_kinds(dims, shape.traced)
+    return dims if shape.packed_linears is None else replace(dims, packed_linears=shape.packed_linears)
 
 
 def dims_for(shape: ModelShape, configuration: Configuration) -> Dims:
@@ -161,8 +166,7 @@ def _packed(kinds: Iterable[tuple[int, tuple[Linear, ...]]]) -> int:
 
 def _dims(shape: ModelShape) -> Dims:
     linears = shape.linears
-    num_usual = shape.num_layers - shape.num_dense_layers
-    dense = sum(linear.num_copies * linear.num_inputs * linear.num_outputs for linear in shape.dense_linears)
+    kinds = ((shape.num_layers - shape.num_dense_layers, linears), (shape.num_dense_layers, shape.dense_linears))
     return Dims(
         vocab=shape.vocab_size,
         hidden=shape.hidden_size,
@@ -176,7 +180,8 @@ def _dims(shape: ModelShape) -> Dims:
         linear=shape.linear_parameters_per_block,
         block=shape.parameters_per_block,
         attention=sum(linear.num_inputs * linear.num_outputs for linear in _attention_linears(shape)),
-        block_linears=num_usual * shape.linear_parameters_per_block + shape.num_dense_layers * dense,
+        block_linears=shape.linear_parameters,
+        quant=shape.quant,
         embedding=shape.embedding_parameters,
         head=shape.head_parameters,
         parameters=shape.num_parameters,
@@ -195,8 +200,8 @@ def _dims(shape: ModelShape) -> Dims:
         ),
         **_bare_adapters(shape),
         matrices=tuple((linear.num_inputs, linear.num_outputs, linear.num_copies) for linear in linears),
-        kinds=((num_usual, linears), (shape.num_dense_layers, shape.dense_linears)),
-        packed_linears=_packed(((num_usual, linears), (shape.num_dense_layers, shape.dense_linears))),
+        kinds=kinds,
+        packed_linears=_packed(kinds),
         **_structure(shape),
     )
 

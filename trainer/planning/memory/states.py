@@ -183,7 +183,7 @@ def _base_weights(configuration: Configuration, policy: PrecisionPolicy, dims: D
     quantised = dims.packed_linears
     packed = round(NF4_WEIGHT_BYTES * quantised)
     scales = round(
-        NF4_SCALE_BYTES[policy.reference.quant or configuration.quant] * quantised
+        NF4_SCALE_BYTES[dims.quant or policy.reference.quant or configuration.quant] * quantised
     )  # replicated: they are not parameters
     return share(packed + policy.compute_bytes * (dims.parameters - quantised), degree), scales
 

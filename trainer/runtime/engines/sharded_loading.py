@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from shardwise.trainer.runtime.models.meta_model import MetaModel, Values, Whole, is_placeholder
+from shardwise.trainer.runtime.models.meta_model import MetaModel, Readable, Values, Whole, is_placeholder
 from shardwise.trainer.runtime.models.methods import ADAPTER
-from shardwise.trainer.runtime.models.quantisation import pack
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.extension import Hook
@@ -90,7 +89,7 @@ def load_into_fsdp(meta_model: MetaModel, accelerator: Accelerator) -> None:
             _fill(shards[lengths.of[path]], Whole(lengths.of_weight(path, weight, ready)))
             values = Whole(weight)
         if name in meta_model.packed:
-            values = Whole(_pack(meta_model, name, values, accelerator.device))
+            values = Whole(_packed(meta_model, name, values, accelerator.device))
         _fill(shards[path], values)
 
     for path, tensor in ready.items():
@@ -174,15 +173,14 @@ class _Lengths:
         return fresh.weight.detach()
 
 
-def _pack(meta_model: MetaModel, name: str, values: Values, device: torch.device) -> Tensor:
-    """Quantises a whole weight, and stores its scales with its layer, where the engine computes."""
+def _packed(meta_model: MetaModel, name: str, values: Values, device: torch.device) -> Tensor:
+    """The 4-bit values of a weight, whose scales come to its layer, where the engine computes."""
     layer, packing = meta_model.packed[name], meta_model.packing
-    assert packing is not None
-    whole = values.whole()
-    packed = pack((whole.t() if layer.is_transposed else whole).to(packing.compute), layer, packing)
+    assert packing is not None and isinstance(values, Readable)
+    parameter = values.packed(layer, packing)
     layer.quant_state.to(device)
-    assert isinstance(packed, Tensor)
-    return packed.detach()
+    assert isinstance(parameter, Tensor)
+    return parameter.detach()
 
 
 def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -26,6 +26,7 @@ import contextlib
 import gc
 import importlib.util
 import io
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,10 +38,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from shardwise.trainer.runtime.models.methods import quantised_layers
+from shardwise.trainer.runtime.models.build import build_base
+from shardwise.trainer.runtime.models.methods import base_type, quantised_layers
 from shardwise.trainer.runtime.models.model_code import compute_buffers
+from shardwise.trainer.runtime.models.outer import outer_of
 from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.model.stored import Treatment, weight_format
 from shardwise.trainer.spec.packages import extra_line
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method
 
 PROMPT_TOKENS = 24
 SAME = 1e-5
@@ -69,25 +75,37 @@ def reloaded_logits(folder: Path, ids: Tensor, *, trust_remote_code: bool = Fals
     return _logits_at_last(_from_folder(folder, trust_remote_code=trust_remote_code), ids)
 
 
-def reloaded_adapter_logits(folder: Path, base: Path, ids: Tensor, *, dtype: torch.dtype, is_quantised: bool) -> Tensor:
-    """Logits of a PEFT folder on its base, which is held in `dtype`, or in 4 bit that compute in it.
+def reloaded_adapter_logits(folder: Path, plan: Plan, ids: Tensor) -> Tensor:
+    """Logits of a PEFT folder on the base of a plan, which is loaded as the plan's method holds it.
 
-    Code of the base is the code that the run's plan names, already registered.
+    A base with other parts than text is loaded with all of them. Code of the base is the code that the run's plan
+    names, already registered. A base that is stored in FP8 or MXFP4 is decoded as for training.
     """
     from peft import PeftModel  # takes seconds
 
-    settings: dict[str, Any] = {"dtype": dtype}
-    if is_quantised:
-        settings["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # read by PEFT
-        loaded = _from_folder(base, trust_remote_code=False, **settings)
-        compute_buffers(loaded, dtype, with_persistent=False)
+        loaded = _base(plan)
+        compute_buffers(loaded, loaded.dtype, with_persistent=False)
         model = PeftModel.from_pretrained(loaded, str(folder))
     del loaded
     return _logits_at_last(model, ids)
+
+
+def _base(plan: Plan) -> PreTrainedModel:
+    assert plan.model_path is not None
+    folder, outer, chosen = Path(plan.model_path), outer_of(plan, ()), plan.chosen
+    weights = weight_format(json.loads((folder / "config.json").read_bytes()))
+    if outer is None and weights is not None and weights.treatment is Treatment.DECODED:
+        return build_base(plan)
+    dtype = base_type(chosen.method, chosen.strategy.precision)
+    settings: dict[str, Any] = {"dtype": dtype}
+    if chosen.method is Method.QLORA and weights is None:
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+    model_class = AutoModelForCausalLM if outer is None else outer.model_class
+    return _from_folder(folder, trust_remote_code=False, model_class=model_class, **settings)
 
 
 def relative_difference(expected: Tensor, found: Tensor) -> float:
@@ -169,9 +187,15 @@ def _is_narrow(parameter: nn.Parameter) -> bool:
     return parameter.dtype in (torch.bfloat16, torch.float16) and not hasattr(parameter, "quant_state")
 
 
-def _from_folder(folder: Path, *, trust_remote_code: bool, **settings: Any) -> PreTrainedModel:  # noqa: ANN401  # transformers'
+def _from_folder(
+    folder: Path,
+    *,
+    trust_remote_code: bool,
+    model_class: Any = AutoModelForCausalLM,  # noqa: ANN401  # of transformers
+    **settings: Any,  # noqa: ANN401  # transformers'
+) -> PreTrainedModel:
     options = {"dtype": "auto", **settings}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = model_class.from_pretrained(
         folder, local_files_only=True, use_safetensors=True, trust_remote_code=trust_remote_code, **options
     )
     assert isinstance(loaded, PreTrainedModel)

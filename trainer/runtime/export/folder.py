@@ -62,12 +62,10 @@ from shardwise.trainer.runtime.models.methods import (
     quantised_layers,
 )
 from shardwise.trainer.runtime.models.model_code import write_model_code
+from shardwise.trainer.runtime.models.outer import OF_EXPERTS, outer_of
 from shardwise.trainer.runtime.models.weight_files import check_model_written, check_written
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.plan import Plan
-
-# Experts in one tensor: PEFT puts one adapter around another and finds both again only by the word it was given.
-_NESTED = ".base_layer.lora_"
 
 
 def write_model_folder(
@@ -90,10 +88,10 @@ def write_model_folder(
 def write_adapter_folder(weights: Mapping[str, torch.Tensor], plan: Plan, out: Path) -> str | None:
     """As `write_model_folder`, for the adapters of a plan: `weights` by their names in the model."""
     with staged(out) as folder:
-        save_adapters(weights, plan, folder)
-        check_written(folder, {peft_key(name): weight for name, weight in weights.items()})
+        saved = save_adapters(weights, plan, folder)
+        check_written(folder, saved)
         incident = add_tokenizer(plan, folder)
-        write_card(Export(plan=plan), folder)
+        write_card(Export(plan=plan, adapters=tuple(weights)), folder)
     return incident
 
 
@@ -118,6 +116,7 @@ def staged(out: Path) -> Iterator[Path]:
 def save_model(model: PreTrainedModel, folder: Path, *, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
     """Weights, config and generation settings, as transformers writes them."""
     use_cache, model.config.use_cache = model.config.use_cache, True
+    model.config.__dict__.pop("auto_map", None)  # of code that is not in the folder; see `write_model_code`
     with _without_unwrapping():
         model.save_pretrained(folder, state_dict=None if state_dict is None else dict(state_dict))
     model.config.use_cache = use_cache
@@ -134,21 +133,29 @@ def _without_unwrapping() -> Iterator[None]:
         modeling_utils.unwrap_model = unwrap
 
 
-def save_adapters(weights: Mapping[str, torch.Tensor], plan: Plan, folder: Path, *, hides_paths: bool = False) -> None:
-    """PEFT's two files; with `hides_paths`, a base that is a folder here is recorded by the folder's name alone."""
+def save_adapters(
+    weights: Mapping[str, torch.Tensor], plan: Plan, folder: Path, *, hides_paths: bool = False
+) -> dict[str, torch.Tensor]:
+    """PEFT's two files, and the tensors in them by their names there.
+
+    With `hides_paths`, a base that is a folder here is recorded by the folder's name alone.
+    """
     job, base = plan.job, base_of(plan)
-    has_experts = any(_NESTED in name for name in weights)
+    has_experts, outer = any(OF_EXPERTS in name for name in weights), outer_of(plan, weights)
+    layers = adapted_layers(job.train.lora, weights)
     config = peft_config(
         job.train.lora,
-        targets=ALL_LINEAR if has_experts else adapted_layers(job.train.lora, weights),
+        targets=ALL_LINEAR if has_experts else layers if outer is None else outer.targets(layers),
         is_transposed=plan.model_config["model_type"] in TRANSPOSED,
         base=base.name if hides_paths or base.folder is None else str(base.folder),
         revision=base.revision,
     )
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    tensors = {peft_key(name): weight.contiguous() for name, weight in weights.items()}
+    named = {name: name if outer is None else outer.name_of(name) for name in weights}
+    tensors = {peft_key(named[name]): weight.contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return tensors
 
 
 def add_tokenizer(plan: Plan, folder: Path) -> str | None:

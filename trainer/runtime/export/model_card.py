@@ -5,13 +5,16 @@ licence only where the base's own card names one. Data and base models are calle
 machine, tokens and environment never get into it.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from shardwise.trainer.runtime.models.outer import is_part, outer_of
 from shardwise.trainer.runtime.run.state import installed_versions
+from shardwise.trainer.spec.model.stored import Treatment, weight_format
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation, Report
 from shardwise.trainer.spec.strategy import Method
@@ -40,6 +43,7 @@ class Export(NamedTuple):
     evaluation: Evaluation | None = None  # of that step
     report: Report | None = None
     checks: tuple[str, ...] = ()  # one sentence for each comparison, with the difference
+    adapters: tuple[str, ...] = ()  # names of their parameters
 
     @property
     def kind_text(self) -> str:
@@ -121,14 +125,24 @@ def _loading(export: Export, base: Base) -> str:
     trust = ", trust_remote_code=True" if plan.model_code is not None else ""
     if kind == "adapters":
         settings = f', revision="{base.revision}"' if base.revision is not None and base.folder is None else ""
-        if plan.chosen.method is Method.QLORA:
+        outer, decoder = outer_of(plan, export.adapters), _decoder_class(plan)
+        if outer is None and is_part(plan):
+            return (
+                f"## Use\n\nThe adapters have the names of the text model in `{base.name}`; `shardwise export RUN OUT "
+                "--merge` writes that model whole, with them in it."
+            )
+        names[0] = names[0] if outer is None else outer.model_class.__name__
+        if decoder is not None:
+            names.append(decoder)
+            settings += f", quantization_config={decoder}(dequantize=True)"
+        elif plan.chosen.method is Method.QLORA and plan.model_shape.quant is None:
             names.append("BitsAndBytesConfig")
             quantisation = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True'
             lines.append(f"in_4_bit = BitsAndBytesConfig({quantisation})")
             settings += ", quantization_config=in_4_bit"
         imports.append("from peft import PeftModel")
         lines += [
-            f'base = AutoModelForCausalLM.from_pretrained("{base.name or "BASE"}"{settings}{trust})',
+            f'base = {names[0]}.from_pretrained("{base.name or "BASE"}"{settings}{trust})',
             'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
         ]
     else:
@@ -137,6 +151,15 @@ def _loading(export: Export, base: Base) -> str:
         lines.append('tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")')
     imports.append(f"from transformers import {', '.join(names)}")
     return "## Use\n\n```python\n" + "\n".join([*imports, *lines]) + "\n```"
+
+
+def _decoder_class(plan: Plan) -> str | None:
+    """transformers' settings with which it decodes the base; None if that is not stored in FP8 or MXFP4."""
+    path = None if plan.model_path is None else Path(plan.model_path, "config.json")
+    weights = weight_format(json.loads(path.read_bytes())) if path is not None and path.is_file() else None
+    if weights is None or weights.treatment is not Treatment.DECODED:
+        return None
+    return "Mxfp4Config" if weights.name == "mxfp4" else "FineGrainedFP8Config"
 
 
 def _training_rows(export: Export, base: Base) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ Only then is the folder called OUT. At no time is there more than one model in m
 The default checkpoint is the one that a run itself exports at its end: the last, or the best of a job that stops early.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -51,12 +52,14 @@ from shardwise.trainer.runtime.export.model_card import Export
 from shardwise.trainer.runtime.models.build import build_model, model_from_config
 from shardwise.trainer.runtime.models.methods import base_type
 from shardwise.trainer.runtime.models.model_code import as_its_user, write_model_code
+from shardwise.trainer.runtime.models.outer import is_part, outer_of
 from shardwise.trainer.runtime.run.process import run_request_and_exit
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, GgufType, Lines, WeightType
+from shardwise.trainer.spec.model.stored import weight_format
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation, Report
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
@@ -153,28 +156,24 @@ def _write_adapters(
     """PEFT's folder, checked on its base where that can be loaded."""
     plan = export.plan
     ids, expected = prompt_ids(plan.model_shape.vocab_size), None
-    if request.checks and plan.model_path is not None:
-        expected = logits_of(_trained(plan_on(plan, DeviceKind.CPU), checkpoint), ids)
     weights = read_weights(checkpoint)
+    fits = not is_part(plan) or outer_of(plan, weights) is not None
+    if request.checks and plan.model_path is not None and fits:
+        expected = logits_of(_trained(plan_on(plan, DeviceKind.CPU), checkpoint), ids)
     save_adapters(weights, plan, folder, hides_paths=request.hides_paths)
     incident = add_tokenizer(plan, folder)
     notes = [incident] if incident is not None else []
     checks: tuple[str, ...] = ()
     if expected is not None and plan.model_path is not None:
-        found = reloaded_adapter_logits(
-            folder,
-            Path(plan.model_path),
-            ids,
-            dtype=base_type(plan.chosen.method, plan.chosen.strategy.precision),
-            is_quantised=plan.chosen.method is Method.QLORA,
-        )
+        found = reloaded_adapter_logits(folder, plan_on(plan, DeviceKind.CPU), ids)
         measured = check_logits(expected, found, tolerance=SAME, what=f"{folder.name}: loaded by PEFT")
         checks = (f"loaded again by PEFT: logits within {measured:.2g} of the trained model's ({SAME:g} allowed)",)
     elif request.checks:
-        notes.append(
-            "not compared: the base of these adapters was made up and lies in no folder; --merge exports it whole"
-        )
-    return export._replace(kind="adapters", checks=checks), notes
+        reason = "the base of these adapters was made up and lies in no folder"
+        if not fits:
+            reason = "these adapters fit the text part of their base alone, and PEFT loads all of it"
+        notes.append(f"not compared: {reason}; --merge exports it whole")
+    return export._replace(kind="adapters", checks=checks, adapters=tuple(weights)), notes
 
 
 def _write_whole(
@@ -279,7 +278,14 @@ def _merged_type(plan: Plan) -> torch.dtype:
 
 
 def _stored_type(folder: Path) -> torch.dtype:
-    """The type that most weights of a folder are stored in; fp32 for any that is neither fp32 nor 16 bit."""
+    """The type that most weights of a folder are stored in; fp32 for any that is neither fp32 nor 16 bit.
+
+    Of quantised weights it is that of their config.json.
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    if weight_format(config) is not None:
+        named = config.get("dtype") or config.get("torch_dtype")
+        return {"float16": torch.float16, "float32": torch.float32}.get(str(named), torch.bfloat16)
     counts: dict[str, int] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -19,18 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.trainer.runtime.export.folder import sum_of_lora
 from shardwise.trainer.runtime.importing.tensors import Stored, Tensors
 from shardwise.trainer.runtime.models.configs import config_of
-from shardwise.trainer.runtime.models.quantisation import refuse_quantised
-from shardwise.trainer.runtime.models.weight_files import WeightReader
+from shardwise.trainer.runtime.models.weight_files import IN_FRONT, WeightReader, without_wrappers
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.stored import Treatment, refuse_format, weight_format
 
-_ANYWHERE = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-_IN_FRONT = re.compile(r"^(module\.|base_model\.model\.)+")
 _SHOWN = 3
 _PREFIX = "base_model.model."
 _PART = re.compile(
@@ -73,7 +72,9 @@ def build_empty(config: Mapping[str, Any], origin: str, *, most_layers: int) -> 
         first = " ".join(str(error).split())[:200]
         raise InputError(f"{origin}: is no causal language model that transformers can build: {first}") from error
     assert isinstance(model, PreTrainedModel)
-    refuse_quantised(model.config, origin)
+    weights = weight_format(config)
+    if weights is not None:  # nothing is decoded here
+        refuse_format(replace(weights, treatment=Treatment.REFUSED), origin=origin, method=None, source=None)
     return model
 
 
@@ -152,10 +153,10 @@ def _match(model: PreTrainedModel, tensors: Tensors, origin: str) -> _Matcher:
 
 
 def _unwrapped(tensors: Tensors, origin: str) -> dict[str, Stored]:
-    """Without the names of wrappers: DDP's and DeepSpeed's, FSDP1's, torch.compile's, PEFT's."""
+    """Without the names of wrappers."""
     plain: dict[str, Stored] = {}
     for name, stored in tensors.items():
-        short = _IN_FRONT.sub("", _ANYWHERE.sub("", name))
+        short = without_wrappers(name)
         if short in plain:
             raise InputError(f"{origin}: holds {short} twice, under names of several wrappers; import one of them")
         plain[short] = stored
@@ -169,7 +170,7 @@ def _without_nest(
     counts: dict[str, int] = {}
     for name in tensors:
         for start in (0, *(match.end() for match in re.finditer(r"\.", name))):
-            if _IN_FRONT.sub("", name[start:]) in known:
+            if IN_FRONT.sub("", name[start:]) in known:
                 counts[name[:start]] = counts.get(name[:start], 0) + 1
                 break
     if not counts:

@@ -9,15 +9,16 @@ type of the precision, one of qlora in 4 bit from the moment it is read (`quanti
 has the objects behind them, from which verification and the report read what is active.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from shardwise.trainer.runtime.attention import choose_attention_kernels
 from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
@@ -31,20 +32,21 @@ from shardwise.trainer.runtime.memory.recomputation import (
     recomputation_facts,
 )
 from shardwise.trainer.runtime.models.configs import config_of
-from shardwise.trainer.runtime.models.meta_model import MetaModel, meta_model_from_config, meta_model_from_folder
-from shardwise.trainer.runtime.models.methods import apply_method, base_type
-from shardwise.trainer.runtime.models.model_code import compute_buffers, load_model_code
-from shardwise.trainer.runtime.models.quantisation import (
-    Packing,
-    as_plain_model,
-    initialize_quantised,
-    packing_of,
-    reading_options,
-    refuse_quantised,
+from shardwise.trainer.runtime.models.meta_model import (
+    MetaModel,
+    StoredModel,
+    causal_model,
+    fill,
+    meta_model_from_config,
+    meta_model_from_folder,
 )
+from shardwise.trainer.runtime.models.methods import apply_method, base_type
+from shardwise.trainer.runtime.models.model_code import load_model_code
+from shardwise.trainer.runtime.models.quantisation import initialize_quantised, packing_of
 from shardwise.trainer.runtime.run.extension import Hooks
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.model.stored import format_settings, refuse_format, weight_format
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method
 
@@ -85,6 +87,9 @@ class Installed:
         return facts | ({} if self.fused is None else self.fused.facts(model))
 
 
+CPU = torch.device("cpu")
+
+
 def build_model(plan: Plan) -> PreTrainedModel:
     """The model of `build_trainable`, without what was installed on it."""
     return build_trainable(plan)[0]
@@ -96,7 +101,7 @@ def build_trainable(plan: Plan, hooks: Hooks | None = None) -> tuple[PreTrainedM
     With `build_model` among the hooks, that function of the user's makes the base.
     """
     _check_model(plan)
-    model = _build_base(plan) if hooks is None or not hooks.has(Hook.BUILD_MODEL) else _users_model(plan, hooks)
+    model = build_base(plan) if hooks is None or not hooks.has(Hook.BUILD_MODEL) else _users_model(plan, hooks)
     return model, _complete(model, plan)
 
 
@@ -106,16 +111,7 @@ def build_meta_model(plan: Plan) -> tuple[MetaModel, Installed]:
     chosen, config = plan.chosen, plan.model_config
     dtype = base_type(chosen.method, chosen.strategy.precision)
     if plan.model_path is not None:
-        folder = plan.place_of(plan.model_path)
-        folder_config, key_mapping = _read_config(folder, model_type=config["model_type"])
-        meta_model = meta_model_from_folder(
-            folder,
-            folder_config,
-            dtype=dtype,
-            attention=attention_name(chosen.attention, chosen.flash_kernel),
-            key_mapping=key_mapping,
-            packing=packing_of(plan) if chosen.method is Method.QLORA else None,
-        )
+        meta_model = _meta_model_from_folder(plan, plan.model_path)
     else:
         build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
         meta_model = meta_model_from_config(partial(build, dtype=torch.float32), dtype=dtype, seed=plan.job.train.seed)
@@ -155,12 +151,8 @@ def model_from_config(
     config: dict[str, Any], *, dtype: torch.dtype, attention: Attention, flash_kernel: str | None = None
 ) -> PreTrainedModel:
     """A model with new weights on torch's default device; on `meta`, one without any."""
-    built = AutoModelForCausalLM.from_config(
-        config_of(config),
-        attn_implementation=attention_name(attention, flash_kernel),
-        dtype=torch.float32,
-    )
-    assert isinstance(built, PreTrainedModel)
+    name = attention_name(attention, flash_kernel)
+    built = causal_model(config_of(config), attn_implementation=name, dtype=torch.float32)
     for parameter in built.parameters():
         parameter.data = parameter.data.to(dtype)  # parameters only: in 16 bit, the rotary frequencies would be others
     return built
@@ -196,19 +188,13 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-# The text part of a checkpoint with vision: what its tensors are called, and what the model without vision calls them.
-_TEXT_PART = {r"^(model\.)?language_model\.(model\.)?": "model."}
-
-
-def _build_base(plan: Plan) -> PreTrainedModel:
+def build_base(plan: Plan) -> PreTrainedModel:
     """The model before anything is put into it, in the type its method holds it in."""
     chosen, config = plan.chosen, plan.model_config
     dtype = base_type(chosen.method, chosen.strategy.precision)
     packing = packing_of(plan) if chosen.method is Method.QLORA else None
     if plan.model_path is not None:
-        attention = attention_name(chosen.attention, chosen.flash_kernel)
-        folder = plan.place_of(plan.model_path)
-        return _from_weights(folder, model_type=config["model_type"], dtype=dtype, attention=attention, packing=packing)
+        return fill(_meta_model_from_folder(plan, plan.model_path), CPU if packing is None else packing.lives_on)
     torch.manual_seed(plan.job.train.seed)
     build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
     return build(dtype=dtype) if packing is None else initialize_quantised(lambda: build(dtype=torch.float32), packing)
@@ -228,48 +214,33 @@ def _users_model(plan: Plan, hooks: Hooks) -> PreTrainedModel:
     return model
 
 
-def _from_weights(
-    folder: str, *, model_type: str, dtype: torch.dtype, attention: str, packing: Packing | None = None
-) -> PreTrainedModel:
-    """The weights of a folder; of one with vision, whose type is another than the plan's, the text part.
+def _meta_model_from_folder(plan: Plan, model_path: str) -> MetaModel:
+    chosen = plan.chosen
+    return meta_model_from_folder(
+        stored_model(plan.place_of(model_path), plan.model_config, method=chosen.method),
+        dtype=base_type(chosen.method, chosen.strategy.precision),
+        attention=attention_name(chosen.attention, chosen.flash_kernel),
+        packing=packing_of(plan) if chosen.method is Method.QLORA else None,
+    )
 
-    With `packing`, linear layers are quantised one by one as they are read.
+
+def stored_model(folder: str, model_config: Mapping[str, Any], *, method: Method | None) -> StoredModel:
+    """The model of a config that is in a folder, as a whole or as the text part of another.
+
+    InputError if the folder has no weights that are read, or none that a method can start from.
     """
-    config, key_mapping = _read_config(folder, model_type=model_type)
-    part = {} if key_mapping is None else {"config": config, "key_mapping": key_mapping}
-    options = {} if packing is None else reading_options(packing)
-    try:
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **part,
-            **options,
-        )
-    except SafetensorError as error:
-        raise InputError(f"{folder}: its safetensors weights are damaged: {error}") from error
-    loaded, found = result
-    assert isinstance(loaded, PreTrainedModel)
-    missing = sorted(found["missing_keys"] - loaded.all_tied_weights_keys.keys())
-    if missing:
-        raise InputError(
-            f"{folder}: its weights lack {len(missing)} tensors of {type(loaded).__name__}, the first {missing[0]}; "
-            "they would start as random numbers"
-        )
-    if packing is not None:
-        as_plain_model(loaded)
-    compute_buffers(loaded, dtype, with_persistent=False)
-    return loaded
-
-
-def _read_config(folder: str, *, model_type: str) -> tuple[Any, dict[str, str] | None]:
-    """transformers' config of the weights in a folder, and what renames those of the text part of one with vision."""
     if not any(Path(folder).glob("*.safetensors")):
         raise InputError(f"{folder}: holds no safetensors weights; pickled weights are not read")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    refuse_quantised(config, folder)
-    return (config, None) if config.model_type == model_type else (config.get_text_config(), _TEXT_PART)
+    path = Path(folder, "config.json")
+    raw: dict[str, Any] = json.loads(path.read_bytes())
+    weights = weight_format(raw)
+    refuse_format(weights, origin=str(path), method=method, source=None)
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    settings, outer = format_settings(raw), None
+    if config.model_type != model_config["model_type"]:
+        outer, config = config, config_of(model_config)
+        if hasattr(outer, "tie_word_embeddings"):
+            config.tie_word_embeddings = outer.tie_word_embeddings
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return StoredModel(folder=folder, config=config, outer=outer, settings=settings, weights=weights)

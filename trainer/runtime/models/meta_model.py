@@ -14,22 +14,37 @@ are not all written whole by `_init_weights` (values that its constructor comput
 be initialized so: it is built as a whole.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import build_glob_alternation
 from transformers.initialization import no_tie_weights
 
 from shardwise.trainer.runtime.models.model_code import compute_buffers
-from shardwise.trainer.runtime.models.quantisation import Packing, as_plain_model, packed_shape, put_empty_layers
+from shardwise.trainer.runtime.models.quantisation import (
+    Packing,
+    as_plain_model,
+    as_stored,
+    pack,
+    packed_shape,
+    put_empty_layers,
+)
 from shardwise.trainer.runtime.models.weight_files import WeightReader
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.model.stored import Treatment, WeightFormat
 
 Build = Callable[[], PreTrainedModel]
 """Makes the model on torch's default device."""
@@ -275,6 +290,18 @@ def is_placeholder(tensor: Tensor) -> bool:
     return tensor.dim() > 0 and not any(tensor.stride())
 
 
+def causal_model(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:  # noqa: ANN401  # transformers'
+    """The causal language model of a config, on torch's default device; InputError if transformers has none."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(
+            f"transformers {transformers.__version__} has no causal language model of type {config.model_type}; "
+            "the text part of a model can be trained if its type has one"
+        )
+    model = AutoModelForCausalLM.from_config(config, **settings)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
 def meta_model_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> MetaModel:
     """A model with new weights; `build` makes it in fp32 on torch's default device."""
     with torch.device("meta"):
@@ -288,22 +315,50 @@ def meta_model_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> Me
     return MetaModel(model, source, dict(model.named_parameters()), {}, None)
 
 
+class StoredModel(NamedTuple):
+    """A folder of weights, and the contents of its config.json."""
+
+    folder: str
+    config: PreTrainedConfig  # of the language model
+    outer: PreTrainedConfig | None = None  # of the model with other parts that it is in
+    settings: Mapping[str, Any] | None = None  # of the format of quantised weights
+    weights: WeightFormat | None = None
+
+    def reader(self, model: PreTrainedModel, types: Mapping[str, torch.dtype]) -> WeightReader:
+        """The reader of its files; InputError where they are not those of the model."""
+        decoder = None
+        if self.weights is not None and self.weights.treatment is Treatment.DECODED:
+            from shardwise.trainer.runtime.models.decoding import decoder_of  # few folders need it
+
+            decoder = decoder_of(self.settings or {})
+        reads_packed = self.weights is not None and self.weights.quant is not None
+        return WeightReader(
+            model, self.folder, types=types, outer=self.outer, decoder=decoder, reads_packed=reads_packed
+        )
+
+    def check(self) -> PreTrainedModel:
+        """The model without memory; InputError where the folder lacks a tensor of it. No tensor is read."""
+        model = self.empty_model(torch.float32, "eager")
+        reader = self.reader(model, _planned_types(model, torch.float32))
+        _tie(model, reader, compares=False)
+        _wanted(model, reader)
+        reader.check_made()
+        return model
+
+    def empty_model(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """The model without memory, its tied weights not yet tied."""
+        with torch.device("meta"), no_tie_weights():
+            return causal_model(self.config, dtype=dtype, attn_implementation=attention)
+
+
 def meta_model_from_folder(
-    folder: str,
-    config: Any,  # noqa: ANN401  # transformers' config, of any class
-    *,
-    dtype: torch.dtype,
-    attention: str,
-    key_mapping: dict[str, str] | None,
-    packing: Packing | None = None,
+    stored: StoredModel, *, dtype: torch.dtype, attention: str, packing: Packing | None = None
 ) -> MetaModel:
     """A model whose weights are read, and with `packing` quantised; InputError where the folder lacks one, or has
     another shape for it."""
-    with torch.device("meta"), no_tie_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    assert isinstance(model, PreTrainedModel)
+    folder, model = stored.folder, stored.empty_model(dtype, attention)
     types = _planned_types(model, dtype)
-    reader = WeightReader(model, folder, types=types, key_mapping=key_mapping)
+    reader = stored.reader(model, types)
     reader.keep_conversions()
     _make_buffers(model)
     compute_buffers(model, dtype, with_persistent=False)
@@ -311,8 +366,30 @@ def meta_model_from_folder(
     _tie(model, reader)
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    packed = {} if packing is None else _put_packed(model, packing)
-    return MetaModel(model, _ReadWeights(reader), _wanted(model, reader, folder), packed, packing)
+    packed = {} if packing is None else _put_packed(model, packing, reader.packed_names)
+    return MetaModel(model, _ReadWeights(reader), _wanted(model, reader), packed, packing)
+
+
+def fill(meta_model: MetaModel, device: torch.device) -> PreTrainedModel:
+    """The model with all of its values on a device; at most one more tensor is in memory meanwhile."""
+    model, wanted = meta_model.model, dict(meta_model.wanted)
+
+    def put(name: str, values: Values) -> None:
+        tensor = wanted.pop(name, None)
+        if name in meta_model.packed and isinstance(values, Readable):
+            assert meta_model.packing is not None
+            layer = meta_model.packed[name]
+            layer.weight = values.packed(layer, meta_model.packing)
+        elif isinstance(tensor, nn.Parameter):
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(values.whole())
+        elif tensor is not None:
+            tensor.copy_(values.whole())
+
+    meta_model.source.deliver(put)
+    assert not wanted, f"{len(wanted)} tensors were not delivered"
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    return model
 
 
 def blank(meta_model: MetaModel) -> MetaModel:
@@ -347,7 +424,7 @@ class _ReadWeights:
 
     def deliver(self, put: Put) -> None:
         for name in self.names:
-            put(name, _Readable(self._reader, name))
+            put(name, Readable(self._reader, name))
 
 
 class _InitialWeights:
@@ -378,11 +455,18 @@ class Whole(NamedTuple):
         return self.tensor[start:stop]
 
 
-class _Readable(NamedTuple):
+class Readable(NamedTuple):
     """Values that are read on request."""
 
     reader: WeightReader
     name: str
+
+    def packed(self, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  # bitsandbytes' layer and parameter
+        """The 4-bit parameter for a layer, as the files have it or quantised now."""
+        if self.name in self.reader.packed_names:
+            return as_stored(*self.reader.read_packed(self.name), layer, packing)
+        whole = self.whole()
+        return pack((whole.t() if layer.is_transposed else whole).to(packing.compute), layer, packing)
 
     def whole(self) -> Tensor:
         return self.reader.read(self.name)
@@ -432,12 +516,15 @@ def _put_placeholders(model: PreTrainedModel, types: dict[str, torch.dtype]) -> 
                 module._parameters[name] = made[parameter]
 
 
-def _put_packed(model: PreTrainedModel, packing: Packing) -> dict[str, Any]:
-    """Puts 4-bit layers, their weights placeholders too, in the place of linear ones; by the names of their weights."""
+def _put_packed(model: PreTrainedModel, packing: Packing, stored: Collection[str]) -> dict[str, Any]:
+    """Puts 4-bit layers, their weights placeholders too, in the place of linear ones; by the names of their weights.
+
+    Of a base that is `stored` in 4 bit those alone that are.
+    """
     from bitsandbytes.nn import Params4bit
 
     biases = {name: getattr(module, "bias", None) for name, module in model.named_modules()}
-    layers = put_empty_layers(model, packing)
+    layers = put_empty_layers(model, packing, only={name.removesuffix(".weight") for name in stored})
     for name, layer in layers.items():
         weight: Any = layer.weight
         layer.bias = biases[name]
@@ -455,25 +542,23 @@ def _put_packed(model: PreTrainedModel, packing: Packing) -> dict[str, Any]:
     return {f"{name}.weight": layer for name, layer in layers.items()}
 
 
-def _tie(model: PreTrainedModel, reader: WeightReader) -> None:
+def _tie(model: PreTrainedModel, reader: WeightReader, *, compares: bool = True) -> None:
     """Ties what `from_pretrained` ties: not two weights that are both in the folder and differ."""
     tied: Any = model.all_tied_weights_keys
     for target, source in list(tied.items()):
-        if {target, source} <= set(reader.names) and not torch.equal(reader.read(target), reader.read(source)):
+        are_both_there = {target, source} <= set(reader.names)
+        if are_both_there and not (compares and torch.equal(reader.read(target), reader.read(source))):
             del tied[target]
     model.tie_weights(missing_keys=set(model.state_dict(keep_vars=True)) - set(reader.names), recompute_mapping=False)
 
 
-def _wanted(model: PreTrainedModel, reader: WeightReader, folder: str) -> dict[str, Tensor]:
+def _wanted(model: PreTrainedModel, reader: WeightReader) -> dict[str, Tensor]:
     there, wanted = set(reader.names), dict[str, Tensor]()
     tensors = model.state_dict(keep_vars=True)
     found = {tensor: name for name, tensor in reversed(tensors.items()) if name in there}
     missing = [name for name, tensor in tensors.items() if tensor not in found]
     if missing:
-        raise InputError(
-            f"{folder}: its weights lack {len(missing)} tensors of {type(model).__name__}, the first "
-            f"{sorted(missing)[0]}; they would start as random numbers"
-        )
+        raise reader.missing(missing)
     for tensor, name in found.items():
         wanted[name] = tensor
     return wanted

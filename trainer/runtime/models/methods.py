@@ -57,7 +57,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraJob, precision: Precision) ->
     """
     from peft import inject_adapter_in_model  # takes seconds
 
-    _check_targets(model, lora.targets)
+    check_targets(model, lora.targets)
     targets = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     is_transposed = any(isinstance(module, Conv1D) for module in model.modules())  # as in GPT-2
     config = peft_config(lora, targets=targets, is_transposed=is_transposed)
@@ -145,7 +145,8 @@ def peft_key(name: str) -> str:
     return f"base_model.model.{key.removesuffix('.weight') if 'lora_magnitude_vector' in key else key}"
 
 
-def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+def check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    """InputError for a target of adapters that names no linear layer of the model, or its head."""
     if targets == (ALL_LINEAR,):
         return
     if ALL_LINEAR in targets:

@@ -1,25 +1,25 @@
-"""Base weights in NF4 (QLoRA, arXiv:2305.14314), quantised tensor by tensor while they are read.
+"""Base weights in 4 bit (QLoRA, arXiv:2305.14314): quantised to NF4 while they are read, or as a folder has them.
 
 bitsandbytes keeps a weight two to a byte, with one scale for 64 of them; double quantisation keeps the scales in 8 bit,
 with one scale for 256 of them. A product makes its weight whole in the computing type. Embeddings, head, norms and
 biases stay in the computing type.
 
-Reading is transformers' own `from_pretrained`, which materialises one tensor after another where weights are quantised
-on the way; the quantiser given to it is ours, so that
+A tensor is quantised as it is read:
 
     on a GPU     each tensor goes there to be quantised and stays; under FSDP2 it comes back to the host, whence
                  `fully_shard` moves one group at a time
     on a CPU     a tensor is quantised in slices: bitsandbytes' kernel holds some twenty bytes a weight
 
-A model without weights to start from is initialized and quantised block by block. The loaded model is a plain one with
-4-bit layers in it: transformers' mark of a quantised model forbids engines to cast and to move it.
+A model without weights to start from is initialized and quantised block by block. A folder that bitsandbytes' 4-bit
+weights are stored in keeps them, with its own blocks and scales; what it holds in 16 bit stays in 16 bit. The loaded
+model is a plain one with 4-bit layers in it: transformers' mark of a quantised model forbids engines to cast and to
+move it.
 
 Storage is uint8. FSDP2 shards floating point only, so there it is 16 bit of the computing type (which its policy
 gathers without a cast), else bf16: the bits are the same, and nothing ever computes with them.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,6 @@ from shardwise.trainer.spec.strategy import Precision, Quant
 
 BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale, scales that share one
 SLICE_ELEMENTS = 1 << 20  # of a tensor that is quantised on a CPU; a multiple of BLOCK
-_METHOD = "shardwise_nf4"  # our quantiser's name in transformers' table
 
 
 class Packing(NamedTuple):
@@ -60,7 +59,7 @@ def packing_of(plan: Plan) -> Packing:
     is_cuda = plan.device_kind is DeviceKind.CUDA
     works_on = torch.device("cuda", torch.cuda.current_device()) if is_cuda else cpu
     return Packing(
-        quant=Quant.NF4_DQ,
+        quant=plan.model_shape.quant or Quant.NF4_DQ,
         compute=compute,
         storage=storage_type(strategy.precision) if is_sharded else torch.uint8,
         works_on=works_on,
@@ -71,11 +70,6 @@ def packing_of(plan: Plan) -> Packing:
 def storage_type(precision: Precision) -> torch.dtype:
     """The floating-point type that FSDP2 moves packed weights in, without ever casting it."""
     return torch.float16 if precision is Precision.FP16_MIXED else torch.bfloat16
-
-
-def reading_options(packing: Packing) -> dict[str, Any]:
-    """Arguments with which `from_pretrained` quantises while it reads."""
-    return {"quantization_config": _config_class()(packing), "device_map": {"": packing.lives_on}}
 
 
 def as_plain_model(model: PreTrainedModel) -> None:
@@ -90,16 +84,6 @@ def as_plain_model(model: PreTrainedModel) -> None:
         config._is_quantized = False
     seam.is_quantized = False
     seam.is_loaded_in_4bit = True
-
-
-def refuse_quantised(config: Any, folder: str) -> None:  # noqa: ANN401  # any config of transformers
-    """InputError for weights that were quantised when they were saved."""
-    found = getattr(config, "quantization_config", None)
-    if found is not None:
-        kind = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-        raise InputError(
-            f"{folder}: its weights are quantised already ({getattr(kind, 'value', kind)}); start from the 16-bit ones"
-        )
 
 
 def initialize_quantised(build: Callable[[], PreTrainedModel], packing: Packing) -> PreTrainedModel:
@@ -156,7 +140,6 @@ def quantised(layer: nn.Module, packing: Packing) -> nn.Module:
 def pack(weight: Tensor, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  # bitsandbytes' layer and parameter, untyped
     """The NF4 parameter of a weight [out, in] for `layer`, which gets its scales."""
     from bitsandbytes.functional import QuantState, get_4bit_type, quantize_4bit, quantize_blockwise
-    from bitsandbytes.nn import Params4bit
 
     flat = weight.to(packing.works_on).reshape(-1)
     slices = flat.split(SLICE_ELEMENTS if flat.device.type == "cpu" else max(flat.numel(), 1))
@@ -177,11 +160,28 @@ def pack(weight: Tensor, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  
         offset=offset,
         state2=nested,
     )
+    return _parameter(values, state, layer, packing)
+
+
+def as_stored(values: Tensor, parts: dict[str, Tensor], layer: Any, packing: Packing) -> Any:  # noqa: ANN401  # as above
+    """The parameter of a weight that a file has in 4 bit, with the scales, type and blocks that it has there."""
+    from bitsandbytes.functional import QuantState
+
+    state = QuantState.from_dict(parts, device=packing.works_on)
+    state.dtype = packing.compute
+    return _parameter(values.to(packing.works_on).reshape(-1).view(torch.uint8), state, layer, packing)
+
+
+def _parameter(values: Tensor, state: Any, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  # as above
+    """Packed values in the type they are stored in, with their scales, which `layer` gets too."""
+    from bitsandbytes.nn import Params4bit
+
+    values = values.reshape(-1, 1)
     if packing.storage != torch.uint8:
         width = packing.storage.itemsize
         if values.numel() % width:
             raise InputError(
-                f"qlora: a weight of shape {tuple(weight.shape)} is no whole number of {packing.storage} when packed; "
+                f"qlora: a weight of shape {tuple(state.shape)} is no whole number of {packing.storage} when packed; "
                 "FSDP2 cannot shard it; use ddp or zero2"
             )
         values = values.view(-1).view(packing.storage).unsqueeze(1)
@@ -189,9 +189,9 @@ def pack(weight: Tensor, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  
         values,
         requires_grad=False,
         quant_state=state,
-        blocksize=BLOCK,
-        compress_statistics=packing.quant is Quant.NF4_DQ,
-        quant_type="nf4",
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
         quant_storage=packing.storage,
         module=layer,
         bnb_quantized=True,
@@ -203,14 +203,15 @@ def pack(weight: Tensor, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  
     return parameter
 
 
-def put_empty_layers(model: PreTrainedModel, packing: Packing) -> dict[str, Any]:
+def put_empty_layers(model: PreTrainedModel, packing: Packing, *, only: Collection[str] = ()) -> dict[str, Any]:
     """Puts a 4-bit layer without memory in the place of each linear one but the head; the layers by their names.
 
-    `is_transposed` of a layer is True if the weight to be packed into it is stored transposed.
+    With `only` in the place of those that it names, and no others. `is_transposed` of a layer is True if the weight to
+    be packed into it is stored transposed.
     """
     retained, placed = _read_whole(model), dict[str, Any]()
     for name, module in list(model.named_modules()):
-        if _is_quantisable(module) and id(module) not in retained:
+        if name in only if only else _is_quantisable(module) and id(module) not in retained:
             assert isinstance(module, nn.Linear | Conv1D)
             layer = _empty_layer(module, packing)
             layer.is_transposed = isinstance(module, Conv1D)
@@ -267,75 +268,3 @@ def _materialise(module: nn.Module, made: dict[Tensor, Tensor]) -> bool:
     for tensors, name, tensor in own:
         tensors[name] = made[tensor]  # type: ignore[assignment]  # a parameter for a parameter
     return bool(fresh) or not own
-
-
-@cache
-def _pack_class() -> Any:  # noqa: ANN401  # a class made here, as its base takes seconds to import
-    """transformers' operation that quantises one weight as it is read."""
-    from transformers.core_model_loading import ConversionOps
-    from transformers.quantizers.quantizers_utils import get_module_from_name
-
-    class Pack(ConversionOps):
-        """One weight as it is read."""
-
-        def __init__(self, packing: Packing) -> None:
-            self.packing = packing
-
-        def convert(
-            self,
-            input_dict: dict[str, Any],
-            source_patterns: list[str],
-            target_patterns: list[str],
-            **kwargs: Any,  # noqa: ANN401  # transformers'
-        ) -> dict[str, Any]:
-            packed = {}
-            for name, read in input_dict.items():
-                weight = read[0] if isinstance(read, list) else read
-                layer, _name = get_module_from_name(kwargs["model"], name)
-                packed[name] = pack(weight.t() if layer.is_transposed else weight, layer, self.packing)
-                layer._is_hf_initialized = True
-            return packed
-
-    return Pack
-
-
-@cache
-def _config_class() -> Any:  # noqa: ANN401  # a class made here, as its bases take seconds to import
-    """transformers' settings of a quantiser of ours, and the quantiser itself, entered in its tables."""
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizers_utils import get_module_from_name
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-
-    @register_quantization_config(_METHOD)
-    class Nf4Config(QuantizationConfigMixin):
-        def __init__(self, packing: Packing) -> None:
-            self.quant_method: Any = _METHOD
-            self.packing = packing
-
-    @register_quantizer(_METHOD)
-    class Nf4Quantizer(HfQuantizer):
-        quantization_config: Nf4Config
-
-        def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:  # noqa: ANN401  # transformers'
-            """Bytes of an element: on a GPU transformers allocates the model's bytes once before it reads."""
-            return 0.5 if self.param_needs_quantization(model, param_name) else param.element_size()
-
-        def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:  # noqa: ANN401  # transformers'
-            put_empty_layers(model, self.quantization_config.packing)
-
-        def param_needs_quantization(self, model: Any, param_name: str, **_: object) -> bool:  # noqa: ANN401  # transformers'
-            layer, name = get_module_from_name(model, param_name)
-            return hasattr(layer, "is_transposed") and name == "weight"
-
-        def get_quantize_ops(self) -> Any:  # noqa: ANN401  # our ConversionOps
-            return _pack_class()(self.quantization_config.packing)
-
-        def is_serializable(self) -> bool:
-            return False
-
-        @property
-        def is_trainable(self) -> bool:
-            return True
-
-    return Nf4Config

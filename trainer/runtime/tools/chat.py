@@ -44,6 +44,7 @@ from shardwise.trainer.runtime.export.run import checkpoint_of, plan_on, read_pl
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import peft_key
 from shardwise.trainer.runtime.models.model_code import compute_buffers, load_model_code
+from shardwise.trainer.runtime.models.outer import outer_of
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -103,9 +104,10 @@ def _exported(plan: Plan, folder: Path) -> PreTrainedModel:
         compute_buffers(loaded, loaded.dtype, with_persistent=False)
         return loaded
     model, saved = _built(plan), load_file(folder / "adapter_model.safetensors")
+    outer = outer_of(plan, (name for name, _ in model.named_parameters()))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.data.copy_(saved[peft_key(name)])
+            parameter.data.copy_(saved[peft_key(name if outer is None else outer.name_of(name))])
     return model
 
 

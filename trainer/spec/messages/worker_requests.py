@@ -86,6 +86,16 @@ class ExtendVocabularyRequest(Value, frozen=True, kw_only=True):
     out: str
 
 
+class CheckModelRequest(Value, frozen=True, kw_only=True):
+    """A model, the folder of its weights, if they are compared, and the targets of adapters, if they are."""
+
+    model_config: dict[str, Any]
+    model_path: str | None
+    model_code: ModelCode | None
+    method: Method | None
+    targets: tuple[str, ...]
+
+
 class Lines(Value, frozen=True, kw_only=True):
     """Lines of text for the user."""
 

@@ -2,7 +2,7 @@
 
 Covered: the decoder-only architectures in `_READERS`. Parameter counts are exact for them: tests build each on the
 meta device with transformers and compare, as they do for the class of the blocks and for the targets of adapters. Of a
-Gemma 3 config with a vision part, the text part is read. Anything else is refused rather than guessed. The readers of
+config with vision or sound the text part is read (`stored`). Anything else is refused rather than guessed. Readers of
 Llama's descendants are in `llama_readers`, the defaults of a config in `config_fields`.
 
 GPT-2's descendants have LayerNorms and an MLP of two matrices; half of them read attention and MLP from the same input.
@@ -44,6 +44,7 @@ from shardwise.trainer.spec.model.llama_readers import (
     rotary_dim,
 )
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
+from shardwise.trainer.spec.model.stored import text_part
 from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.strategy import Attention
 
@@ -86,14 +87,6 @@ def _has_reader(config: Mapping[str, Any]) -> bool:
 def _stated(config: Mapping[str, Any], name: str) -> int | None:
     value = text_part(config).get(name)
     return value if isinstance(value, int) else None
-
-
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model inside a Gemma 3 with vision; any other config as it is."""
-    text = config.get("text_config")
-    if config.get("model_type") != "gemma3" or not isinstance(text, Mapping):
-        return config
-    return {**text, "model_type": "gemma3_text"}
 
 
 def read_model_shape(config: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardwise.trainer.spec.model.blocks import Linear as Linear
 from shardwise.trainer.spec.model.blocks import TracedBlocks
-from shardwise.trainer.spec.strategy import Attention
+from shardwise.trainer.spec.strategy import Attention, Quant
 from shardwise.trainer.spec.value import Value
 
 
@@ -80,6 +80,8 @@ class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
     is_described: bool = False  # from the model itself: the closed form does not know the activations of its blocks
     other_parameters: int = 0  # that no field counts, of a described model; negative if blocks share weights
     loss_obstacle: str | None = None  # the reason, if the loss heads here are not this model's loss
+    quant: Quant | None = None  # of a base that is stored in 4 bit
+    packed_linears: int | None = None  # weights of the blocks' linear layers that it stores so; None: all of them are
     traced: TracedBlocks | None = None  # what a dry run of one block of each kind measured
 
     @property
@@ -113,6 +115,13 @@ class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
     @property
     def dense_parameters_per_block(self) -> int:
         return sum(linear.num_parameters for linear in self.dense_linears) + self.norm_parameters_per_block
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of the linear layers of all blocks, biases left out, every expert counted."""
+        dense = sum(linear.num_copies * linear.num_inputs * linear.num_outputs for linear in self.dense_linears)
+        num_usual = self.num_layers - self.num_dense_layers
+        return num_usual * self.linear_parameters_per_block + self.num_dense_layers * dense
 
     @property
     def block_parameters(self) -> int:
