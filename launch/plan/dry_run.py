@@ -31,7 +31,6 @@ from shardwise.trainer.spec.data.shapes import objective_of, rows_per_example
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
-from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.packages import kernel_packages
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.strategy import Attention, Quant
@@ -74,14 +73,6 @@ def ask_simulation(
         timeout_s=timeout_s,
         python=python,
     )
-
-
-def described_shape(request: DescriptionRequest) -> ModelShape:
-    """The shape of a causal language model of transformers, or of code that comes with it.
-
-    InputError if it cannot be built.
-    """
-    return ask_simulation("--describe", request, ModelShape)
 
 
 def simulation_request(plan: Plan, candidate: Candidate | None = None) -> SimulationRequest:

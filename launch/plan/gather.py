@@ -105,7 +105,7 @@ def read_inputs(
     `machines` is the hardware of a run on several machines. With `nodes`, a partition is planned for if an option names
     nodes, or if this is a login node and the job names a partition.
 
-    A model without a closed form is traced, or, where nobody `needs_costs`, described. So is every model that brings
+    A model without a closed form is traced, or, without `needs_costs`, described. So is every model that brings
     code: from its own if the job trusts it, else from what transformers has for its type.
     """
     resolved, model, hub_home = read_model(

@@ -29,9 +29,9 @@ from shardwise.trainer.planning.search.configurations import (
     shard_groups,
     starts_of,
 )
+from shardwise.trainer.planning.search.traced_blocks import kernel_warnings, traced_notes
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.planning.traced_text import kernel_warnings, traced_notes
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload

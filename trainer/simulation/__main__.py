@@ -2,8 +2,7 @@
 
     python -m shardwise.trainer.simulation REQUEST.json RESULT.json      the result of one request
     python -m shardwise.trainer.simulation --explain REQUEST.json        the live set at the peak, as text
-    python -m shardwise.trainer.simulation --describe REQUEST.json RESULT.json   the shape of the model of a config.json
-    python -m shardwise.trainer.simulation --trace REQUEST.json RESULT.json      the same, its blocks traced
+    python -m shardwise.trainer.simulation --trace REQUEST.json RESULT.json      the shape of a model, its blocks traced
 
 A problem goes to stderr with the exit code of its error.
 """
@@ -20,7 +19,6 @@ from shardwise.trainer.runtime.run.process import end_with_parent, report_progre
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
 from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest, TraceRequest
-from shardwise.trainer.spec.model.shape import DescriptionRequest
 from shardwise.trainer.spec.value import Value
 
 
@@ -28,8 +26,6 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit code."""
     options = _parse(arguments)
     files = [str(path) for path in (options.request, options.result) if path is not None]
-    if options.describe:
-        return run_request(files, DescriptionRequest, _described)
     if options.trace:
         return run_request(files, TraceRequest, _traced)
     if not options.explain:
@@ -50,7 +46,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("request", type=Path, help="request.json")
     parser.add_argument("result", type=Path, nargs="?", help="path of the result")
     parser.add_argument("--explain", action="store_true", help="print the live set at the peak instead")
-    parser.add_argument("--describe", action="store_true", help="write the shape of a model")
     parser.add_argument("--trace", action="store_true", help="write the shape of a model with traced blocks")
     options = parser.parse_args(arguments)
     if options.result is None and not options.explain:
@@ -101,13 +96,6 @@ def _traced(request: TraceRequest) -> Value:
     from shardwise.trainer.simulation.describe import describe_traced
 
     return describe_traced(request)
-
-
-def _described(request: DescriptionRequest) -> Value:
-    _silence()
-    from shardwise.trainer.simulation.describe import describe
-
-    return describe(request)
 
 
 if __name__ == "__main__":

@@ -44,32 +44,28 @@ _QK_NORMS = ("q_", "k_", "query_", "key_")
 def describe(request: DescriptionRequest) -> ModelShape:
     """The shape of a model; InputError where transformers cannot build it, or code of its own would have to."""
     model = _built(request)
-    return _checked(_shape_of(model), model)
+    shape = _shape_of(model)
+    return replace(shape, other_parameters=_size(model) - shape.num_parameters, loss_obstacle=_obstacle(model))
 
 
 def describe_traced(request: TraceRequest) -> ModelShape:
     """The shape of a model with the traces of its blocks; without them if its forward cannot be followed."""
+    if not request.modes:
+        return describe(request.description)
     model = _built(request.description)
     shape, config = _shape_of(model), _Config(model.config.get_text_config())
-    if not request.modes:
-        return _checked(shape, model)
     shape = replace(shape, other_parameters=_size(model) - shape.num_parameters)
     request = replace(request, modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)))
     try:
         traced = traced_blocks(model, request, lambda block: linears_of(block, config))
     except InputError:
-        return _checked(shape, _built(request.description))
+        return describe(request.description)
     return replace(shape, traced=traced, loss_obstacle=_obstacle(model))
 
 
 def _offered(mode: Mode, shape: ModelShape) -> Mode:
     """The mode with attention that the model has."""
     return mode if mode.attention in shape.attentions else replace(mode, attention=Attention.EAGER)
-
-
-def _checked(shape: ModelShape, model: PreTrainedModel) -> ModelShape:
-    others = _size(model) - shape.num_parameters
-    return replace(shape, other_parameters=others, loss_obstacle=_obstacle(model))
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:

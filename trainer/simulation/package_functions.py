@@ -75,7 +75,7 @@ def as_installed(
 
 
 def _operations(function: PackageFunction) -> Run:
-    """transformers' operations, without arguments that only a package takes."""
+    """transformers' operations, without arguments that only a package has."""
     taken = inspect.signature(function.operations).parameters
 
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the function's

@@ -2,7 +2,7 @@
 
 The model is built whole on `meta`, and described. Blocks that are built alike are then one kind: the first of each kind
 remains, in order, and the model runs with these alone. Every allocation of its forward and backward is recorded, with
-the sizes of the tensor that was made. What they have in common with the tokens of the micro batch says how the bytes
+the sizes of the tensor that was made. What they have in common with the tokens of the micro batch shows how the bytes
 grow: the number of rows is a prime that no weight has as a factor, and the number of tokens is no size of the model.
 
     before   embeddings, masks, positions: until the first block begins
@@ -150,7 +150,7 @@ def _keep_one_of_each(model: PreTrainedModel, blocks: list[nn.Module], kinds: Bl
     raise InputError(_not_followed(model, problem)) from problem
 
 
-# What a forward may end in that lacks a block, or asks for the value of a tensor.
+# What a forward may end in that lacks a block, or needs the value of a tensor.
 _NOT_RUN = (
     *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError),
     *(DataDependentOutputException, DynamicOutputShapeException, NotImplementedError),
@@ -240,7 +240,7 @@ def _rows_of(model: PreTrainedModel, request: TraceRequest, num_tokens: int) -> 
 
 
 def _num_tokens(model: PreTrainedModel, request: TraceRequest) -> int:
-    """Tokens of a traced row: as many as asked for, fewer for a model that loops over them."""
+    """Tokens of a traced row: as many as requested, fewer for a model that loops over them."""
     short, long = UNIT_TOKENS // 4, 3 * UNIT_TOKENS // 4
     if request.seq_len <= long:
         return request.seq_len
@@ -298,7 +298,7 @@ def _described(block: nn.Module, linears_of: Callable[[nn.Module], tuple[Linear,
 def _runs(
     model: PreTrainedModel, request: TraceRequest, places: tuple[int, ...], rows: _Rows
 ) -> tuple[list[ModeTrace], _Rows]:
-    """A run in each mode; of whole rows if documents cannot be kept apart."""
+    """A run in each mode; of whole rows if documents cannot be separated."""
     runs = []
     for mode in request.modes:
         try:
@@ -417,7 +417,7 @@ def _run(model: PreTrainedModel, mode: Mode, rows: _Rows, recorder: "_Recorder")
     recorder.omit([*model.parameters(), *model.buffers(), ids, *(v for v in inputs.values() if isinstance(v, Tensor))])
     with recorder:
         recorder.begin_part(_BEFORE, is_forward=True)
-        asking = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.ask)
+        asking = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.use)
         with known_rows(are_packed=rows.document is not None), asking:
             autocast = torch.autocast(device, dtype=compute_type(Precision.BF16_MIXED))
             with autocast if mode.is_autocast else nullcontext():
@@ -481,7 +481,7 @@ class _Segment(NamedTuple):
     left: list[float]
     allocations: list[tuple[float, ...]]  # each with what the part has added until then, and the elements of its own
     begun: list[float]  # what was alive
-    asked: list[float]  # what was alive when a backward asked for what its forward has saved
+    used: list[float]  # what was alive when a backward first used what its forward has saved
     num_again: int  # allocations of a forward until the last tensor was saved
 
 
@@ -519,7 +519,7 @@ class _Recorder(Tracker):
         self._growth: dict[int, tuple[float, ...]] = {}  # by number of the storage
         self._marks: list[_Mark] = []
         self._saved: dict[int, int] = {}  # by part, the place in the trace
-        self._asked: dict[int, int] = {}
+        self._used: dict[int, int] = {}
         self._gradients: dict[int, int] = {}  # elements, by number of the storage
         self._costs: dict[int, _Costs] = defaultdict(_Costs)
         self._calls: dict[tuple[int, str], _Calls] = {}
@@ -542,11 +542,11 @@ class _Recorder(Tracker):
             self._saved[mark.part] = len(self.trace)
         return saved
 
-    def ask(self, saved: Tensor) -> Tensor:
-        """A tensor that a backward asks for; remembers when each part does so first."""
+    def use(self, saved: Tensor) -> Tensor:
+        """A tensor that a backward uses; remembers when each part does so first."""
         mark = self._marks[-1] if self._marks else None
         if mark is not None and mark.part is not None and not mark.is_forward:
-            self._asked.setdefault(mark.part, len(self.trace))
+            self._used.setdefault(mark.part, len(self.trace))
         return saved
 
     def begin_part(self, part: int, *, is_forward: bool) -> None:
@@ -646,12 +646,12 @@ class _Recorder(Tracker):
             if (place, True) not in runs or (place, False) not in runs:
                 raise ValueError("a block handed no gradient on")
             saved, forward, before, _, num_again = runs[place, True]
-            _, backward, begun, asked, _ = runs[place, False]
+            _, backward, begun, used, _ = runs[place, False]
             costs = self._costs[place]
             found[place] = Part(
                 saved=_amount(saved),
                 begun=_amount([a - b for a, b in zip(begun, before, strict=True)][:5]),
-                asked=_amount([a - b for a, b in zip(asked, begun, strict=True)][:5]),
+                before_use=_amount([a - b for a, b in zip(used, begun, strict=True)][:5]),
                 lost=self._lost(place),
                 forward=_moments(forward),
                 again=_moments(forward[:num_again]),
@@ -696,12 +696,12 @@ class _Recorder(Tracker):
         released = self._first if self._first in self._freed_in_forward() else None
         marks = [*self._marks, _Mark(len(self.trace), None, is_forward=False)]
         for mark, after in pairwise(marks):
-            begun, asked, moments = list(live), list(live), []
+            begun, used, moments = list(live), list(live), []
             until = self.trace[mark.position : self._saved.get(mark.part, 0)] if mark.part is not None else []
             num_again = sum(not event.is_free for event in until)
             for position in range(mark.position, after.position):
-                if not mark.is_forward and mark.part is not None and position == self._asked.get(mark.part):
-                    asked = list(live)
+                if not mark.is_forward and mark.part is not None and position == self._used.get(mark.part):
+                    used = list(live)
                 event = self.trace[position]
                 sign = -1 if event.is_free else 1
                 elements = self._gradients.get(event.number, 0)
@@ -717,7 +717,7 @@ class _Recorder(Tracker):
                 left = [a - b for a, b in zip(live, begun, strict=True)][:5]
                 if released is not None and mark.part == 0 and mark.is_forward:  # any other block would free its input
                     left = [a - b for a, b in zip(left, self._growth[released], strict=True)]
-                found[mark.part, mark.is_forward] = _Segment(left, moments, begun, asked, num_again)
+                found[mark.part, mark.is_forward] = _Segment(left, moments, begun, used, num_again)
         return found
 
     def _freed_in_forward(self) -> set[int]:
@@ -764,9 +764,9 @@ def _amount(values: Sequence[float]) -> Amount:
 
 def _moments(moments: Sequence[tuple[float, ...]]) -> tuple[Moment, ...]:
     """The moments that may be the worst: none of them holds less of everything than another one."""
-    kept: list[tuple[float, ...]] = []
+    retained: list[tuple[float, ...]] = []
     for moment in sorted(set(moments), key=lambda each: (-each[1], -each[0])):
-        if not any(all(a >= b - abs(b) * _MERGED for a, b in zip(other, moment, strict=True)) for other in kept):
-            kept.append(moment)
-    kept = kept[:MAX_MOMENTS]
-    return tuple(Moment(held=_amount(each[:5]), gradients=round(each[5]), fresh=round(each[6])) for each in kept)
+        if not any(all(a >= b - abs(b) * _MERGED for a, b in zip(other, moment, strict=True)) for other in retained):
+            retained.append(moment)
+    retained = retained[:MAX_MOMENTS]
+    return tuple(Moment(held=_amount(each[:5]), gradients=round(each[5]), fresh=round(each[6])) for each in retained)

@@ -17,9 +17,9 @@ from shardwise.trainer.planning.memory import needed_bytes
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.search.certainty import not_compared
 from shardwise.trainer.planning.search.configurations import compiles
+from shardwise.trainer.planning.search.traced_blocks import with_kernels
 from shardwise.trainer.planning.simulated import longest_row
 from shardwise.trainer.planning.speed.step import step_seconds
-from shardwise.trainer.planning.traced_text import with_kernels
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.model.readers import furthest_forms, read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import ModelShape

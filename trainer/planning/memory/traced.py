@@ -6,7 +6,7 @@ each kind of neighbours. At block i, from 0 to L - 1, are alive, besides what st
 
     activations   what runs before the blocks and the blocks up to i have saved; under recomputation the inputs of these
     at work       the gradient of the block's output, and a moment of its backward; a block that is recomputed first
-                  saves what it saves otherwise, beside the gradients that were made until these were needed
+                  saves what it saves otherwise, besides the gradients that were made until these were needed
     gradients     complete ones of the blocks after i, and those of the moment: whole until they are reduced, under an
                   engine that adds them to earlier ones a tensor at a time
     gathered      weights of block i and of the one that is gathered ahead, under an engine that shards weights
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     width: float  # of the computing type, relative to the traced one
     runs_again: bool  # some blocks do, and what they are given stays
 
-    def kept(self, part: Part) -> float:
+    def retained(self, part: Part) -> float:
         """Bytes that the trace freed, inputs of blocks and masks, and that stay because blocks run again."""
         return self.bytes_of(part.lost) if self.runs_again else 0.0
 
@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
     @property
     def before(self) -> float:
-        """Bytes that embeddings, masks and positions leave, the input of the first block included."""
+        """Bytes that embeddings, masks and positions hold afterwards, the input of the first block included."""
         return self.bytes_of(self.trace.before.saved)
 
     @property
@@ -63,8 +63,8 @@ class Run(NamedTuple):
 
     @property
     def after(self) -> float:
-        """Bytes that the last norm leaves, the hidden states included; negative where masks are freed."""
-        return self.bytes_of(self.trace.after.saved) + self.kept(self.trace.after)
+        """Bytes that the last norm adds, the hidden states included; negative where masks are freed."""
+        return self.bytes_of(self.trace.after.saved) + self.retained(self.trace.after)
 
     def saved(self, kind: int) -> float:
         """Bytes that a block of a kind saves without recomputation, its output included."""
@@ -73,11 +73,11 @@ class Run(NamedTuple):
     def begun(self, kind: int) -> float:
         """Of a block that begins its backward, what its forward and the gradient of its output have added."""
         part = self.trace.blocks[kind]
-        return self.bytes_of(part.begun) + self.kept(part)
+        return self.bytes_of(part.begun) + self.retained(part)
 
     def begun_end(self, part: Part) -> float:
         """The same of what runs after the blocks."""
-        return self.bytes_of(part.begun) + self.kept(part)
+        return self.bytes_of(part.begun) + self.retained(part)
 
     def constant(self, kind: int) -> float:
         """Of these, what does not depend on the micro batch: cast weights."""
@@ -193,8 +193,8 @@ def worst_block(run: Run, kind: int, widths: Widths, *, is_recomputed: bool) -> 
     part = run.trace.blocks[kind]
     moments = [_worst(run, moment, run.begun(kind), widths) for moment in part.backward]
     if is_recomputed:
-        asking = run.boundary + run.bytes_of(part.asked)
-        moments += [_worst(run, moment, asking, widths) for moment in part.again]
+        run_again = run.boundary + run.bytes_of(part.before_use)
+        moments += [_worst(run, moment, run_again, widths) for moment in part.again]
     return max(moments, key=lambda worst: worst.total, default=Worst(run.begun(kind), 0.0))
 
 

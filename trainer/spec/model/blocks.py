@@ -1,6 +1,6 @@
 """The blocks of a model: their linear layers, and what a dry run of one block of each kind measured.
 
-A model without a closed form is planned from one block of each kind. The order of the blocks says how often each kind
+A model without a closed form is planned from one block of each kind. The order of the blocks shows how often each kind
 occurs. What runs before the blocks, each block and what runs after them were run forwards and backwards once for each
 way in which a plan may hold and compute weights (`Mode`). Amounts are polynomials of the tokens of a micro batch and of
 the length of a row, so that one run serves all micro batches.
@@ -75,9 +75,9 @@ class Kernel(Value, frozen=True, kw_only=True):
 class Part(Value, frozen=True, kw_only=True):
     """One part of a model, run forwards and backwards."""
 
-    saved: Amount  # bytes that its forward leaves for the backward, its output included
+    saved: Amount  # bytes that its forward retains for the backward, its output included
     begun: Amount  # bytes alive when its backward begins, beyond those before its forward
-    asked: Amount  # bytes made from then until its backward needs what the forward has saved
+    before_use: Amount  # bytes made from then until its backward needs what the forward has saved
     lost: Amount  # bytes of earlier parts that were freed since its forward began, and stay where blocks run again
     forward: tuple[Moment, ...]
     again: tuple[Moment, ...]  # of a forward that is run again, which ends when everything is saved

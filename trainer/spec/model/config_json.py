@@ -1,6 +1,6 @@
 """A config.json as transformers writes it, which JSON is not everywhere: infinity and NaN are no numbers in JSON.
 
-transformers 5 writes them as `{"__float__": "Infinity"}`, earlier versions as bare words, and both read either. Here a
+transformers 5 writes them as `{"__float__": "Infinity"}`, earlier versions as bare names, and both read either. Here a
 config keeps the first form, so that plan.json and requests to workers are JSON, and it is decoded where transformers
 builds from it (configuration_utils.py, `_encode_special_floats`).
 """

@@ -1,4 +1,4 @@
-"""What a plan says of a model whose blocks were traced: its blocks, its loss, and functions without their kernels."""
+"""Lines of a plan on a model whose blocks were traced: its blocks, its loss, and functions without their kernels."""
 
 from collections.abc import Iterator
 from functools import lru_cache
