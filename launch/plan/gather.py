@@ -211,6 +211,16 @@ def _with_format(shape: ModelShape, model: ModelFiles) -> ModelShape:
     return replace(shape, quant=model.weights.quant, packed_linears=num_packed)
 
 
+def with_job(inputs: PlanInputs, job: Job) -> PlanInputs:
+    """The same inputs for another job on the same model and data; its blocks are traced as the job runs them."""
+    resolved, shape = replace(inputs.resolved, job=job), inputs.shape
+    if shape.traced is not None:
+        whole, code = _as_prepared(job, inputs.request), inputs.model_code
+        shape = _read_shape(whole, inputs.model, code, hardware=inputs.hardware, cache=inputs.cache)
+        shape = _with_format(shape, inputs.model)
+    return inputs._replace(resolved=resolved, shape=shape)
+
+
 def _as_prepared(job: Job, request: PrepareRequest) -> Job:
     """The job, its rows packed as they will be: few conversations are not."""
     return replace(job, data=replace(job.data, packing=request.packing))

@@ -74,17 +74,15 @@ def trace_request(
 
 
 def _modes(job: Job, kind: DeviceKind) -> list[Mode]:
-    """Whole weights and frozen ones, cast by autocast or as an engine casts them; 4-bit ones on one device."""
+    """Weights of each method that the job may use, cast by autocast or as an engine does; 4-bit ones on one device."""
     attention = job.pin.attention if job.pin.attention is Attention.EAGER else Attention.SDPA
     is_fp32 = job.pin.precision is Precision.FP32 or kind is DeviceKind.CPU
     ways = [(2, True), (4 if is_fp32 else 2, False)]
+    methods = tuple(Method) if job.train.method is None else (job.train.method,)
     return [
-        *(
-            Mode(method=method, compute_bytes=width, is_autocast=is_autocast, attention=attention)
-            for method in (Method.FULL, Method.LORA)
-            for width, is_autocast in ways
-        ),
-        Mode(method=Method.QLORA, compute_bytes=2, is_autocast=True, attention=attention),
+        Mode(method=method, compute_bytes=width, is_autocast=is_autocast, attention=attention)
+        for method in dict.fromkeys(each if each.freezes_base else Method.FULL for each in methods)
+        for width, is_autocast in (ways[:1] if method is Method.QLORA else ways)
     ]
 
 

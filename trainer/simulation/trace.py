@@ -369,12 +369,13 @@ def _as_trained(model: PreTrainedModel, request: TraceRequest, mode: Mode) -> Pr
     dtype = base_type(mode.method, precision)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    if mode.method is Method.QLORA:
-        from shardwise.trainer.simulation.nf4 import quantise  # bitsandbytes takes a second
+    with torch.device("meta"):
+        if mode.method is Method.QLORA:
+            from shardwise.trainer.simulation.nf4 import quantise  # bitsandbytes takes a second
 
-        quantise(model, request.quant, dtype)
-    if mode.method.freezes_base:
-        add_adapters(model, request.lora, precision)
+            quantise(model, request.quant, dtype)
+        if mode.method.freezes_base:
+            add_adapters(model, request.lora, precision)
     make_trainable(model, Checkpointing.NONE, LossHead.EAGER, loss_chunk_tokens=None)
     return model
 

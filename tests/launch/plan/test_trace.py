@@ -11,7 +11,7 @@ from workplace_factory import Workplace, make_workplace
 
 from shardwise.launch.inputs.model_files import known_models
 from shardwise.launch.plan.dry_run import simulate, simulation_request
-from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
+from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs, with_job
 from shardwise.trainer.planning.candidates import configuration_of
 from shardwise.trainer.planning.memory import needed_bytes
 from shardwise.trainer.planning.planner import context_of
@@ -24,6 +24,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.model.readers import furthest_forms, read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Method
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return make_workplace(tmp_path_factory.mktemp("traces"))
 
 
-def read(workplace: Workplace, config: dict[str, object], *, needs_costs: bool = True) -> PlanInputs:
+def read(workplace: Workplace, config: dict[str, object], *settings: str, needs_costs: bool = True) -> PlanInputs:
     (workplace.folder / "model" / "config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workplace.folder)
         return read_inputs(
-            workplace.job, ["data.packing=false", "train.seq_len=256"],
+            workplace.job, ["data.packing=false", "train.seq_len=256", *settings],
             hardware_spec="1xRTX-4090", only_plans=True, needs_costs=needs_costs, environment=workplace.environment,
         )  # fmt: skip
 
@@ -103,6 +104,17 @@ def test_a_closed_form_that_is_off_counts_what_is_not_run_as_traced_and_all_time
     assert needed_bytes(inputs.shape, plain, device) != needed_bytes(form, plain, device)
     assert step_seconds(inputs.shape, plain, device) == step_seconds(form, plain, device)
     assert compiles(context) == (False, True)
+
+
+def test_blocks_are_traced_for_the_methods_of_the_job_and_anew_for_a_step_that_changes_it(workplace: Workplace) -> None:
+    inputs = read(workplace, KINDS["convolution"], "train.method=full")
+    job, traced = inputs.resolved.job, inputs.shape.traced
+    assert traced is not None and {run.mode.method for run in traced.modes} == {Method.FULL}
+    adapted = replace(job, train=replace(job.train, method=Method.LORA, lora=replace(job.train.lora, rank=4)))
+    traced = with_job(inputs, adapted).shape.traced
+    assert traced is not None and {run.mode.method for run in traced.modes} == {Method.LORA}
+    (sizes,) = {tuple(each.num_elements for each in run.adapters[0]) for run in traced.modes}
+    assert sum(sizes) % 4 == 0 and sum(sizes) > 0
 
 
 CURRENT = [model.name for model in known_models() if model.config["model_type"] not in supported_model_types()]
