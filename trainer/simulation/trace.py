@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.choice import attention_name
-from shardwise.trainer.runtime.attention.packed import known_rows
 from shardwise.trainer.runtime.loss import hidden_states
 from shardwise.trainer.runtime.models.build import make_trainable
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type, trained_parameters
@@ -259,7 +258,7 @@ MAX_LOOPED = 1000  # operations of a forward that a loop over tokens adds
 def _operations(model: PreTrainedModel, length: int) -> int:
     """Operations of a forward over one row of so many tokens, on the CPU that is not there."""
     counter, whole = _Counter(), copy.deepcopy(model)
-    with Kernels("cpu", (0, 0)).installed(), known_rows(are_packed=False), FakeDeviceMode(), torch.no_grad():
+    with Kernels("cpu", (0, 0)).installed(), FakeDeviceMode(), torch.no_grad():
         materialise(whole, "cpu")
         ids = torch.zeros((1, length), dtype=torch.long)
         whole.eval()
@@ -419,7 +418,7 @@ def _run(model: PreTrainedModel, mode: Mode, rows: _Rows, recorder: "_Recorder")
     with recorder:
         recorder.begin_part(_BEFORE, is_forward=True)
         asking = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.use)
-        with known_rows(are_packed=rows.document is not None), asking:
+        with asking:
             autocast = torch.autocast(device, dtype=compute_type(Precision.BF16_MIXED))
             with autocast if mode.is_autocast else nullcontext():
                 # No name holds the hidden states, nor their gradient: they are free as soon as they are used.
