@@ -180,13 +180,21 @@ def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tenso
     ids = {"input_ids": input_ids}
     if position_ids is not None:
         ids = packed_inputs(model, input_ids, position_ids, bounds)
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     positions = ids.get("position_ids")
     frequencies = own_frequencies(decoder, input_ids.shape, bounds=bounds, lengths=lengths)
     with known_rows(positions), own_positions(decoder, positions), frequencies:
         hidden = decoder(**ids, use_cache=False, **inputs).last_hidden_state
     assert isinstance(hidden, Tensor)
     return hidden.view(*input_ids.shape, -1)
+
+
+def decoder_of(model: Any) -> nn.Module:  # noqa: ANN401  # transformers' classes
+    """The model without its head; transformers finds none where the prefix is that of another class (W65)."""
+    found = model.get_decoder()
+    decoder = model.model if found is model else found
+    assert isinstance(decoder, nn.Module)
+    return decoder
 
 
 def _loss_of_logits(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.packed import known_rows
-from shardwise.trainer.runtime.loss import LossForward
+from shardwise.trainer.runtime.loss import LossForward, decoder_of
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.simulation.build import materialise
 from shardwise.trainer.simulation.device_memory import Tracker
@@ -175,7 +175,7 @@ _NOT_FOLLOWED = (RuntimeError, TypeError, ValueError, AttributeError, LookupErro
 
 def _logits(model: Any, ids: Tensor) -> Tensor:  # noqa: ANN401  # transformers' classes
     """The logits that the loss heads compute."""
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     logits = model.get_output_embeddings()(hidden)
     assert isinstance(logits, Tensor)
     return logits
