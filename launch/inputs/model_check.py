@@ -1,4 +1,4 @@
-"""What a rank would refuse at its first step and files show already: tensors, and the targets of adapters.
+"""Refuses before a plan what a rank would refuse at its first step: wrong tensors, wrong targets of adapters.
 
 The names and shapes of safetensors headers are compared with those of the model. A folder whose tensors are those of
 its architecture by number, sizes and types passes at once. Any other is compared exactly, tensor by tensor, by the

@@ -78,6 +78,7 @@ class _Selected:
             if config.option.markexpr and any(path.startswith(SHOWN) for path in changed):
                 config.option.markexpr += " or documents and not cold"
             self._line = f"{counted} (changed since {commit}: {len(changed)})"
+        self._collected = {*self._files, *map(file_of, self._cases)}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:  # a worker of xdist
@@ -88,17 +89,18 @@ class _Selected:
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         name = collection_path.relative_to(ROOT).as_posix() if collection_path.is_relative_to(ROOT) else ""
-        return True if is_test(name) and name not in {*self._files, *map(file_of, self._cases)} else None
+        return True if is_test(name) and name not in self._collected else None
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Of a file that only seeded faults select, their cases remain."""
+        """Deselects the other tests of a file that was chosen for the cases of seeded faults alone."""
         wanted = {*self._files, *self._cases}
-        left_out = [
-            item for item in items if not wanted & {file_of(item.nodeid), function_of(item.nodeid), item.nodeid}
-        ]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in set(left_out)]
+        selected: list[pytest.Item] = []
+        others: list[pytest.Item] = []
+        for item in items:
+            names = {file_of(item.nodeid), function_of(item.nodeid), item.nodeid}
+            (selected if wanted & names else others).append(item)
+        config.hook.pytest_deselected(items=others)
+        items[:] = selected
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

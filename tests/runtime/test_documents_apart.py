@@ -29,8 +29,8 @@ LENGTHS = (37, 1, 43, 15)  # of the documents of a row: windows and chunks of th
 WIDTH = sum(LENGTHS)
 BOUNDS = (0, 37, 38, 81, 96, 133, 134, 177, 192)  # of two such rows
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS]).expand(2, -1)
-# Positions of its own, MLA, an index of keys, windows in some blocks, sinks and experts; layers with a state.
-THINNED = ("bart", "deepseek_v3", "deepseek_v32", "exaone4", "gpt_oss", "lfm2", "mamba", "qwen2_moe")
+# Positions of its own, MLA, an index of keys, windows in some blocks, sinks and experts, chunks; layers with a state.
+THINNED = ("bart", "deepseek_v3", "deepseek_v32", "exaone4", "gpt_oss", "lfm2", "llama4_text", "mamba", "qwen2_moe")
 REST = [pytest.param(each, marks=[pytest.mark.long, pytest.mark.products]) for each in types() if each not in THINNED]
 # Types that are not packed: their layers have a state, pool blocks of keys, or (OpenAI GPT) hold their own mask.
 KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "heavily_compressed_attention"})
@@ -82,6 +82,12 @@ def test_frequencies_that_follow_from_a_length_are_those_of_each_document(kind):
         micro_batch = MicroBatch(ids, ids, num_targets=0, row_lengths=(58, 15))
         padded = forward(model, micro_batch, torch.device("cpu"), output=LossOutput.LOGITS)
     same(padded[1:, :15], alone[3])
+
+
+def test_w65_transformers_finds_no_decoder_in_llama_4():
+    model = model_of("llama4_text")
+    assert model.get_decoder() is model
+    assert described("llama4_text").loss_obstacle is None
 
 
 def packed(model: PreTrainedModel, output: LossOutput) -> Tensor:

@@ -190,7 +190,7 @@ def hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor
 
 
 def decoder_of(model: Any) -> nn.Module:  # noqa: ANN401  # transformers' classes
-    """The model without its head; transformers finds none in Llama 4's, whose prefix is that of another class (W65)."""
+    """The model without its head; transformers finds none where the prefix is that of another class (W65)."""
     found = model.get_decoder()
     decoder = model.model if found is model else found
     assert isinstance(decoder, nn.Module)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from documents_of_rows import by_bounds
@@ -17,31 +18,23 @@ def _apart(
     return compute(*inputs) if bounds is None else by_bounds(compute, bounds, *inputs), None
 
 
-def chunk_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """Gated DeltaNet."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as own
+def _kernel(module: str, name: str) -> Callable[..., tuple[Any, None]]:
+    """The function of the package, by transformers' own operation of that name."""
 
-    return _apart(own, cu_seqlens, (query, key, value, g, beta), normed=use_qk_l2norm_in_kernel)
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Any, None]:
+        own = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
+        return _apart(own, cu_seqlens, (query, key, value, g, beta), normed=use_qk_l2norm_in_kernel)
+
+    return kernel
 
 
-def chunk_kda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """Kimi Delta Attention."""
-    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention as own
-
-    return _apart(own, cu_seqlens, (query, key, value, g, beta), normed=use_qk_l2norm_in_kernel)
+chunk_gated_delta_rule = _kernel("qwen3_next", "torch_chunk_gated_delta_rule")  # Gated DeltaNet
+chunk_kda = _kernel("kimi_linear", "chunk_kimi_delta_attention")  # Kimi Delta Attention

@@ -1,4 +1,4 @@
-"""What a rank would refuse at its first step is refused before a plan is made, in the same words."""
+"""Folders and targets that a rank would refuse at its first step are refused before a plan, in the same words."""
 
 import json
 from collections.abc import Callable

@@ -50,7 +50,7 @@ def shape_of(row):
 
 
 def fate_of(made, renderer, decode):
-    """What became of a generated row: a word, or the assertion that fails."""
+    """The outcome of a generated row as a word; AssertionError where a part of it is dropped without a line."""
     shape = shape_of(made.row)
     assert shape is not None
     example = read_example(made.row, "rows.jsonl:1", RowReading(shape, {}, 10**6))

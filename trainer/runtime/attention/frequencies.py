@@ -5,7 +5,7 @@ of the micro batch: a document next to a longer one, in its row or in another ro
 Dynamic NTK moreover keeps the frequencies of the longest sequence that it has seen.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardwise.trainer.runtime.attention.packed import replaced_forwards
 
 _DYNAMIC, _LONG = "dynamic", "longrope"  # of transformers' `rope_type`: names that contain one, and a name
 
@@ -25,18 +27,14 @@ def own_frequencies(
 
     `bounds` are the places of the concatenated rows where documents start, `lengths` those of the rows without padding.
     """
-    tables: list[Any] = []
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
     limit = _limit(decoder)
     if limit is not None:
-        tables = [module for module in decoder.modules() if hasattr(module, "rope_type")]
         parts = _parts(shape, bounds, lengths, limit)
-        for table in tables:
-            table.forward = partial(_by_part, table, parts)
-    try:
+        tables = [module for module in decoder.modules() if hasattr(module, "rope_type")]
+        forwards = {table: partial(_by_part, table, parts) for table in tables}
+    with replaced_forwards(forwards):
         yield
-    finally:
-        for table in tables:
-            del table.forward
 
 
 def _limit(decoder: nn.Module) -> int | None:

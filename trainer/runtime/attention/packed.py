@@ -42,7 +42,7 @@ uses the data instead: a micro batch without positions of its own holds one docu
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -90,16 +90,25 @@ def known_rows(position_ids: Tensor | None) -> Iterator[None]:
 @contextmanager
 def own_positions(decoder: nn.Module, position_ids: Tensor | None) -> Iterator[None]:
     """A decoder that counts positions itself (BART and its kin) is given those of packed rows [B, S] in the block."""
-    tables: list[Any] = []
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
     if position_ids is not None and not _accepts_positions(decoder):
         tables = [each for each in decoder.modules() if isinstance(each, nn.Embedding) and _accepts_positions(each)]
-        for table in tables:
-            table.forward = partial(_looked_up, table, position_ids)
+        forwards = {table: partial(_looked_up, table, position_ids) for table in tables}
+    with replaced_forwards(forwards):
+        yield
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Within the block, each of these modules has that forward in place of the one of its class."""
+    for module, forward in forwards.items():
+        seam: Any = module
+        seam.forward = forward
     try:
         yield
     finally:
-        for table in tables:
-            del table.forward
+        for module in forwards:
+            del module.forward
 
 
 def _looked_up(table: nn.Embedding, positions: Tensor, /, *_: object, **__: object) -> Tensor:

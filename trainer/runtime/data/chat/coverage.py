@@ -32,7 +32,7 @@ _SCHEMA_KEYWORDS = frozenset({"type", "required", "strict"})
 
 
 class Examined(NamedTuple):
-    """What was found in a conversation; keys are as in `messages.tool_calls.id`."""
+    """The turns of a conversation, and its keys that the text lacks, written as in `messages.tool_calls.id`."""
 
     turns: tuple[Turn, ...] | None  # of the assistant; None where they are not wanted
     unread: frozenset[str] = frozenset()  # keys that the template does not write, and need not

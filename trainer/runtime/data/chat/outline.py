@@ -48,7 +48,7 @@ class Sketch(IntEnum):
 
 
 class Conversation(NamedTuple):
-    """What a template is given: messages, tools, and further arguments."""
+    """The arguments of a template: messages, tools, and those that a row names."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
