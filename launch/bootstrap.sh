@@ -32,7 +32,7 @@ mutations   faults, each seeded into a copy of the code: do the tests nearest to
 check       ruff, mypy over the code, its tests and its benchmarks, import-linter, shellcheck
 bench       benchmarks, as ratios measured side by side
 bench-gpu   half an hour on a GPU: every engine, predictions, other trainers, FP8, small cards; a rehearsal without one
-golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
+golden      runs every known dry run anew, writes tests/golden/dry_run.jsonl and the table of closed forms; an hour
 newest      the canaries with the newest versions of all libraries, in .venv-newest: may an upper bound go up?
 oldest      what the libraries decide, with the lowest versions that pyproject.toml allows, in .venv-oldest; half an hour
 uninstall   remove .venv, caches and compiled operators; runs remain
@@ -219,7 +219,12 @@ case $target in
         ;;
     bench) install_dev; shift; exec "$bin/python" benchmarks/run.py "$@" ;;
     bench-gpu) install_dev; shift; exec "$bin/python" benchmarks/gpu.py "$@" ;;
-    golden) install_dev; shift; exec "$bin/python" tests/factories/dry_run_factory.py tests/golden/dry_run.jsonl --all "$@" ;;
+    golden)
+        install_dev
+        shift
+        "$bin/python" tests/factories/dry_run_factory.py tests/golden/dry_run.jsonl --all "$@"
+        exec "$bin/python" tests/factories/closed_forms.py
+        ;;
     newest)
         install_dev
         shift

@@ -4,6 +4,7 @@
     <cache>/data/.partial-...      a preparation at work, or one that was killed
     <cache>/streams/NAME           windows of a stream     locks/NAME is held by its run
     <cache>/models/KEY             models with room for new tokens; `.KEY.PID` is one being written
+    <cache>/traces/KEY.json        shapes of models that were traced, for one set of versions
     <cache>/operators/NAME         DeepSpeed's operators, for one set of versions, one CPU and one environment
     <cache>/trials/NAME            logs of candidates that failed a trial
     <cache>/fp8/KEY.json           measured gains of FP8
@@ -59,6 +60,7 @@ class Kind(StrEnum):
     DATA = "prepared data"
     STREAM = "stream windows"
     MODEL = "extended models"
+    TRACE = "traced models"
     OPERATORS = "operators"
     TRIALS = "failed trials"
     STAGED = "staged copies"
@@ -212,8 +214,8 @@ def _counted(number: int) -> str:
 
 def read_entries(scan: Scan) -> tuple[Entry, ...]:
     """Every entry, by kind, the largest first."""
-    found = [*_data(scan), *_streams(scan), *_models(scan), *_operators(scan), *_trials(scan)]
-    found += [*_staged(scan), *_leftovers(scan), *_never_freed(scan)]
+    found = [*_data(scan), *_streams(scan), *_models(scan), *_traces(scan), *_operators(scan)]
+    found += [*_trials(scan), *_staged(scan), *_leftovers(scan), *_never_freed(scan)]
     order = list(Kind)
     return tuple(sorted(found, key=lambda entry: (order.index(entry.kind), -entry.num_bytes, entry.path)))
 
@@ -252,6 +254,12 @@ def _models(scan: Scan) -> Iterator[Entry]:
             yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "a model whose writing was cut off")
 
 
+def _traces(scan: Scan) -> Iterator[Entry]:
+    for path in _entries(scan.cache / "traces"):
+        if not _WRITING.fullmatch(path.name):
+            yield _by_age(scan, Kind.TRACE, path, None)
+
+
 def _operators(scan: Scan) -> Iterator[Entry]:
     for path in _entries(scan.cache / "operators"):
         lock = path / ".builder"
@@ -288,7 +296,7 @@ def _staged(scan: Scan) -> Iterator[Entry]:
 
 def _leftovers(scan: Scan) -> Iterator[Entry]:
     """Files that were being replaced when their writer ended, and locks of data that was removed."""
-    for folder in (scan.cache / "data" / "index", scan.cache / "fp8", scan.state):
+    for folder in (scan.cache / "data" / "index", scan.cache / "fp8", scan.cache / "traces", scan.state):
         for path in _entries(folder):
             if _WRITING.fullmatch(path.name) and _is_old(scan, path, days=1):
                 yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "a file whose writing was cut off")
@@ -300,7 +308,7 @@ def _leftovers(scan: Scan) -> Iterator[Entry]:
 
 
 def _never_freed(scan: Scan) -> Iterator[Entry]:
-    known = ("data", "streams", "models", "operators", "trials", "fp8")
+    known = ("data", "streams", "models", "traces", "operators", "trials", "fp8")
     others = [(Kind.OTHER, path, "not of a kind that this version makes") for path in _entries(scan.cache, but=known)]
     for kind, path, why in (
         (Kind.FP8, scan.cache / "fp8", "measured"),

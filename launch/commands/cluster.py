@@ -250,7 +250,7 @@ def run_fetch(options: FetchOptions, console: Console, *, environment: Mapping[s
         console.line(need.summary)
     for source in data_sources(resolved.job):
         dataset_files(source.source.source, source.part, cache=hub_cache(hub_home), setting=source.setting)
-    inputs = with_weights(read_inputs(options.job, options.overrides, describes_models=True, environment=environment))
+    inputs = with_weights(read_inputs(options.job, options.overrides, needs_costs=False, environment=environment))
     kernel = resolved.job.model.flash_kernel if installed_version("flash-attn") is None else None
     if kernel is not None:
         _fetch_kernel(kernel, console, environment)

@@ -32,7 +32,7 @@ def run_data(options: DataOptions, console: Console) -> ExitCode:
 
 def prepared_data(options: DataOptions, console: Console) -> tuple[DataProfile, Job]:
     """The prepared data of a job, checked as a plan checks them, and the job."""
-    inputs = with_tokenizer(read_inputs(options.job, options.overrides, hardware_spec=None))
+    inputs = with_tokenizer(read_inputs(options.job, options.overrides, needs_costs=False))
     job, request = inputs.resolved.job, inputs.request
     check_inputs(inputs, profile_data(inputs))  # before anything is tokenised
     profile = prepare_data(request, on_progress=console.line)

@@ -35,15 +35,13 @@ def _checked(text: str, name: str) -> tuple[str, ...]:
     from tempfile import TemporaryDirectory
 
     from shardwise.launch.plan.gather import check_inputs, profile_data, read_inputs, refuse_untrainable
-    from shardwise.launch.probe.installed import installed_version
     from shardwise.trainer.spec.data.shapes import SHAPES, objective_of
     from shardwise.trainer.spec.units import format_count
 
     with TemporaryDirectory(prefix="shardwise-") as folder:
         path = Path(folder, name).with_suffix(".yaml")
         path.write_text(text, encoding="utf-8", errors="surrogateescape")
-        describes = installed_version("torch") is not None
-        inputs = read_inputs(path, (), hardware_spec="1xCPU", only_plans=True, describes_models=describes)
+        inputs = read_inputs(path, (), hardware_spec="1xCPU", only_plans=True, needs_costs=False)
     data, shape, job = profile_data(inputs), inputs.shape, inputs.resolved.job
     check_inputs(inputs, data)
     refuse_untrainable(shape, inputs.model.config_origin)
@@ -107,7 +105,7 @@ def look_at_model(model: str) -> ModelFacts:
     from shardwise.launch.inputs.model_files import chat_templates, preset_names, read_model_config, read_preset
     from shardwise.launch.inputs.weight_files import holds_weights
     from shardwise.trainer.spec.job.sections import ModelJob
-    from shardwise.trainer.spec.model.readers import read_model_shape
+    from shardwise.trainer.spec.model.readers import config_positions, config_vocabulary
 
     folder = Path(model).expanduser()
     is_shape = model in preset_names() and read_preset(model).get("_name_or_path") is None
@@ -116,14 +114,14 @@ def look_at_model(model: str) -> ModelFacts:
     try:
         named = ModelJob(config=model) if is_from_scratch else ModelJob(name=model)
         files = read_model_config(Job(model=named))
-        shape = read_model_shape(files.config, origin=files.config_origin)
+        positions, vocab_size = config_positions(files.config), config_vocabulary(files.config)
     except (InputError, EnvironmentFaultError) as error:
         return ModelFacts(is_from_scratch, problem=(str(error),))
     tokenizer = files.tokenizer_path
     has_template = False if is_from_scratch and tokenizer is None else None
     if tokenizer is not None and Path(tokenizer).is_dir():
         has_template = "default" in chat_templates(Path(tokenizer))
-    return ModelFacts(is_from_scratch, shape.max_positions, shape.vocab_size, has_template)
+    return ModelFacts(is_from_scratch, positions, vocab_size, has_template)
 
 
 MOST_READ_BYTES = 16 * 2**20  # of data whose rows are counted

@@ -155,7 +155,6 @@ def run_profile(
         options.overrides,
         gpus=options.gpus,
         vram_cap_bytes=options.vram_cap_bytes,
-        describes_models=True,
         environment=environment,
     )
     check_trials_can_run(inputs.hardware, what="shardwise profile")

@@ -33,7 +33,7 @@ from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.planner import Extent, open_contexts, take_candidate
 from shardwise.trainer.spec.errors import ExitCode, InputError, NothingFitsError
 from shardwise.trainer.spec.job.sections import TrainJob
-from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
+from shardwise.trainer.spec.model.readers import config_positions, read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
@@ -188,7 +188,12 @@ def _show_limits(options: PlanOptions, console: Console) -> ExitCode:
     )
 
     def presets() -> dict[str, ModelShape]:
-        return {name: read_model_shape(read_preset(name), origin=name) for name in preset_names()}
+        configs = {name: read_preset(name) for name in preset_names()}
+        return {
+            name: read_model_shape(config, origin=name)
+            for name, config in configs.items()
+            if config["model_type"] in supported_model_types()
+        }
 
     searches = {
         Question.LONGEST_SEQ: (options.longest_seq, longest_sequences),
@@ -248,7 +253,6 @@ def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
             gpus=options.gpus,
             vram_cap_bytes=options.vram_cap_bytes,
             hardware_spec=spec,
-            describes_models=options.simulate,
             nodes=nodes,
             only_plans=options.trial is None,
             assumes_data=not is_job and not any(re.match(_DATA, override) for override in overrides),
@@ -294,8 +298,7 @@ def _settings_of_model(model: Path, settings: Sequence[str]) -> list[str]:
         config = read_model(None, [*setting, *settings], only_plans=True, assumes_data=True)[1].config
     else:
         config = known.config
-    is_read = config.get("model_type") in supported_model_types()
-    positions = read_model_shape(config).max_positions if is_read else None
+    positions = config_positions(config)
     has_short_rows = positions is not None and positions < TrainJob().seq_len
     return [*setting, *([f"train.seq_len={positions}"] if has_short_rows else [])]
 

@@ -176,7 +176,6 @@ def check_job(requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
             requested.path,
             requested.overrides,
             nodes=NodeOptions(),
-            describes_models=True,
             environment=machine.environment,
         )
         yield from _unreadable(inputs)

@@ -33,6 +33,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS, Encoding, encoding_of
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from shardwise.trainer.spec.job.sections import Job, ModelJob
+from shardwise.trainer.spec.model.config_json import read_config
 from shardwise.trainer.spec.model.stored import (
     WeightFormat,
     refuse_format,
@@ -238,7 +239,7 @@ def _from_config(job: Job, cache: Path) -> ModelFiles:
             config=read_preset(name), config_origin=f"preset {name}", model_path=None, tokenizer_path=None
         )
     if path.is_file():
-        return ModelFiles(config=codec.read_object(path), config_origin=str(path), model_path=None, tokenizer_path=None)
+        return ModelFiles(config=read_config(path), config_origin=str(path), model_path=None, tokenizer_path=None)
     if not path.is_dir():
         _refuse_unless_hub_id(name, setting="model.config")
         try:
@@ -460,7 +461,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if not path.is_file():
         raise InputError(f"{folder}: holds no config.json; name the folder of a Hugging Face model")
-    return codec.read_object(path)
+    return read_config(path)
 
 
 def _path_of(name: str, *, setting: str) -> Path:
@@ -500,7 +501,7 @@ def retained_plan_with_new_rows(plan: Plan, *, cache: Path, on_progress: Callabl
     config = None if plan.model_path is None else Path(plan.model_path, "config.json")
     if config is None or not config.is_file():
         return plan
-    held = text_part(msgspec.json.decode(config.read_bytes(), type=dict[str, Any])).get("vocab_size")
+    held = text_part(read_config(config)).get("vocab_size")
     num_rows = plan.model_config["vocab_size"]
     if not isinstance(held, int) or held >= num_rows:
         return plan

@@ -2,17 +2,16 @@
 
 The dry run needs torch, and changes torch's own tables for a device that is not there. It allocates nothing on any
 device. It is run for the chosen candidate; if its bytes do not fit the device, the plan's fallbacks and its other
-candidates follow, until one fits. For an architecture that no reader knows, the shape comes from the model itself,
-built without tensors, and the memory of the plan is that of the dry run.
+candidates follow, until one fits. Of a model whose blocks could not be traced (`trace`), the memory of the plan is that
+of the dry run.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from shardwise.launch.probe.installed import installed_version
 from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
 from shardwise.trainer.planning.memory import grouped
@@ -32,17 +31,16 @@ from shardwise.trainer.spec.data.shapes import objective_of, rows_per_example
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
-from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
+from shardwise.trainer.spec.packages import kernel_packages
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.strategy import Attention, Quant
 from shardwise.trainer.spec.units import format_bytes
+from shardwise.trainer.spec.value import Value
 
+V = TypeVar("V", bound=Value)
 DEFAULT_TIMEOUT_S = 900.0
-_MODULE, _SUBJECT = "shardwise.trainer.simulation", "the dry run"
 _NOTHING_COMPUTED = {"OMP_NUM_THREADS": "1"}
 _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": ""}  # none is touched
-_ENVIRONMENT = {**_NOTHING_COMPUTED, **_NO_DEVICE}
-STATE_KERNELS = ("causal-conv1d", "mamba-ssm", "flash-linear-attention")
 _WORKSPACE = "workspace"
 _COLUMNS = "{:<24}{:>12}{:>12}{:>12}"
 
@@ -51,33 +49,28 @@ def simulate(
     request: SimulationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, python: str = sys.executable
 ) -> Simulation:
     """The result of the dry run; raises the ShardwiseError that its worker ended with."""
+    return ask_simulation(None, request, Simulation, timeout_s=timeout_s, python=python)
+
+
+def ask_simulation(
+    flag: str | None,
+    request: Value,
+    result_type: type[V],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    sees_gpus: bool = False,
+    python: str = sys.executable,
+) -> V:
+    """The result of a request to `trainer.simulation`; raises the ShardwiseError that its worker ended with."""
     return ask(
-        _MODULE,
+        "shardwise.trainer.simulation",
         request,
-        Simulation,
-        subject=_SUBJECT,
-        environment=_ENVIRONMENT,
+        result_type,
+        subject="the dry run",
+        flags=() if flag is None else (flag,),
+        environment=_NOTHING_COMPUTED if sees_gpus else {**_NOTHING_COMPUTED, **_NO_DEVICE},
         timeout_s=timeout_s,
         python=python,
-    )
-
-
-def described_shape(request: DescriptionRequest) -> ModelShape:
-    """The shape of a causal language model of transformers, or of code that comes with it.
-
-    Where a package has kernels for layers with a state, the worker sees the GPUs: they are measured there.
-    InputError if the model cannot be built.
-    """
-    has_kernels = any(installed_version(name) is not None for name in STATE_KERNELS)
-    hidden = {} if has_kernels else _NO_DEVICE
-    return ask(
-        _MODULE,
-        request,
-        ModelShape,
-        subject=_SUBJECT,
-        flags=("--describe",),
-        environment={**_NOTHING_COMPUTED, **hidden},
-        timeout_s=DEFAULT_TIMEOUT_S,
     )
 
 
@@ -113,6 +106,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         loss=chosen.loss,
         loss_chunk_tokens=chosen.loss_chunk_tokens,
         activation_offload=chosen.activation_offload,
+        packages=kernel_packages(plan.hardware.libraries),
         device_kind=plan.device_kind,
         device_name=gpu.name if gpu is not None else None,
         **capability,
@@ -167,7 +161,7 @@ MAX_DRY_RUNS = 6
 
 def after_dry_run(plan: Plan, console: Console) -> Plan:
     """The plan of an architecture that no closed form knows, by its dry run; unchanged if it has none."""
-    if not plan.model_shape.is_described:
+    if plan.model_shape.has_form:
         return plan
     try:
         simulated, _ = simulated_plan(plan, console)
@@ -184,8 +178,8 @@ def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
     """
     shape, is_cpu = plan.model_shape, plan.device_kind is DeviceKind.CPU
     obstacle = obstacle_to_dry_run(plan.chosen, shape, is_cpu=is_cpu)
-    if obstacle is not None and not shape.is_described:
-        return plan, [f"no dry run: {obstacle}; the figures are the closed form's"]
+    if obstacle is not None and shape.has_form:
+        return plan, [f"no dry run: {obstacle}; the figures are predicted"]
     context = context_of(plan)
     failed: list[Simulated] = []
     for candidate in _with_dry_run(plan, is_cpu=is_cpu):

@@ -44,8 +44,9 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.job.sections import Allowance, DataFormat, Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
-from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
+from shardwise.trainer.spec.model.readers import admitted_types, read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
+from shardwise.trainer.spec.packages import KERNEL_PACKAGES
 from shardwise.trainer.spec.plan import Calibration, Fp8Gain, Plan, TrialResult
 from shardwise.trainer.spec.strategy import Method, Precision
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # imported only for plans of a partition
 RECORDED_LIBRARIES = (
     "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
     "flash-attn", "kernels", "transformer-engine", "torchao", "liger-kernel", "tokenizers", "safetensors",
+    *KERNEL_PACKAGES,
 )  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def read_inputs(
     gpus: tuple[int, ...] | None = None,
     vram_cap_bytes: int | None = None,
     hardware_spec: str | None = None,
-    describes_models: bool = False,
+    needs_costs: bool = True,
     machines: Hardware | None = None,
     nodes: NodeOptions | None = None,
     only_plans: bool = False,
@@ -103,8 +105,8 @@ def read_inputs(
     `machines` is the hardware of a run on several machines. With `nodes`, a partition is planned for if an option names
     nodes, or if this is a login node and the job names a partition.
 
-    With `describes_models` an architecture that no reader knows is described from the model that transformers builds.
-    So is every model that brings code: from its own if the job trusts it, else from what transformers has for its type.
+    A model without a closed form is traced, or, without `needs_costs`, described. So is every model that brings
+    code: from its own if the job trusts it, else from what transformers has for its type.
     """
     resolved, model, hub_home = read_model(
         job_path, overrides, only_plans=only_plans, assumes_data=assumes_data, environment=environment
@@ -113,8 +115,15 @@ def read_inputs(
         resolved = replace(resolved, job=replace(resolved.job, data=replace(resolved.job.data, train=())))
     job = resolved.job
     code = read_model_code(job, model, cache_home=hub_home)
-    shape = _with_format(_read_shape(job, model, code, describes_models=describes_models), model)
     cache = cache_home(environment, configured=resolved.folders.get("cache"))
+    cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
+    found = _read_nodes(nodes, job, hardware_spec, environment)
+    if machines is None:
+        partition = None if found is None else found.hardware
+        hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap, partition=partition)
+    else:
+        hardware = replace(machines, vram_cap_bytes=cap)
+    shape = _read_shape(job, model, code, hardware=hardware, cache=cache, needs_costs=needs_costs)
     request = make_request(
         job,
         shape=shape,
@@ -123,14 +132,10 @@ def read_inputs(
         hub_home=hub_home,
         only_plans=only_plans,
     )
+    if shape.traced is not None and request.packing != job.data.packing:
+        shape = _read_shape(_as_prepared(job, request), model, code, hardware=hardware, cache=cache)
+    shape = _with_format(shape, model)
     check_model(job, model, shape, code, cache=cache)
-    cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
-    found = _read_nodes(nodes, job, hardware_spec, environment)
-    if machines is None:
-        partition = None if found is None else found.hardware
-        hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap, partition=partition)
-    else:
-        hardware = replace(machines, vram_cap_bytes=cap)
     return PlanInputs(
         *(resolved, model, shape, hardware, request, cache, hub_home),
         model_code=code,
@@ -175,27 +180,50 @@ def _read_nodes(
     return read_nodes_to_plan(options, job, spec=spec, environment=environment)
 
 
-def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describes_models: bool) -> ModelShape:
-    is_known = model.config.get("model_type") in supported_model_types()
-    offered = offered_code(job, model.config)
-    if code is not None or (not is_known and (describes_models or offered is not None)):
-        from shardwise.launch.plan.dry_run import described_shape
+def _read_shape(
+    job: Job, model: ModelFiles, code: ModelCode | None, *, hardware: Hardware, cache: Path, needs_costs: bool = True
+) -> ModelShape:
+    has_form = code is None and model.config.get("model_type") in admitted_types()
+    if has_form or installed_version("torch") is None:
+        return read_model_shape(model.config, origin=model.config_origin)
+    from shardwise.launch.plan.trace import trace_request, traced_shape
 
-        return described_shape(
-            DescriptionRequest(
-                model_config=model.config, origin=model.config_origin, model_code=code, offers_code_of=offered
-            )
-        )
-    return read_model_shape(model.config, origin=model.config_origin)
+    description = DescriptionRequest(
+        model_config=model.config,
+        origin=model.config_origin,
+        model_code=code,
+        offers_code_of=offered_code(job, model.config),
+    )
+    if code is None and model.config.get("model_type") in supported_model_types():
+        shape = read_model_shape(model.config, origin=model.config_origin)
+        if not needs_costs:
+            return shape
+        found = traced_shape(trace_request(description, job, hardware), cache=cache)
+        return replace(shape, traced=found.traced)
+    return traced_shape(trace_request(description, job, hardware, needs_costs=needs_costs), cache=cache)
 
 
 def _with_format(shape: ModelShape, model: ModelFiles) -> ModelShape:
-    """The shape with the format of a base that stays in 4 bit, and what its files hold in 16 bit all the same."""
+    """The shape with the format of a base that stays in 4 bit, and how many weights its files hold so."""
     if model.weights is None or model.weights.quant is None:
         return shape
-    num_packed = packed_weights(model.tensors)
-    wide = max(0, shape.linear_parameters - num_packed) if num_packed else 0  # without any, all are quantised anew
-    return replace(shape, quant=model.weights.quant, wide_linears=wide)
+    num_packed = packed_weights(model.tensors) or None  # without any, all are quantised anew
+    return replace(shape, quant=model.weights.quant, packed_linears=num_packed)
+
+
+def with_job(inputs: PlanInputs, job: Job) -> PlanInputs:
+    """The same inputs for another job on the same model and data; its blocks are traced as the job runs them."""
+    resolved, shape = replace(inputs.resolved, job=job), inputs.shape
+    if shape.traced is not None:
+        whole, code = _as_prepared(job, inputs.request), inputs.model_code
+        shape = _read_shape(whole, inputs.model, code, hardware=inputs.hardware, cache=inputs.cache)
+        shape = _with_format(shape, inputs.model)
+    return inputs._replace(resolved=resolved, shape=shape)
+
+
+def _as_prepared(job: Job, request: PrepareRequest) -> Job:
+    """The job, its rows packed as they will be: few conversations are not."""
+    return replace(job, data=replace(job.data, packing=request.packing))
 
 
 def with_weights(inputs: PlanInputs) -> PlanInputs:
@@ -206,7 +234,14 @@ def with_weights(inputs: PlanInputs) -> PlanInputs:
     model = download_model(job, inputs.model, cache_home=inputs.hub_home)
     shape = inputs.shape
     if model.config != inputs.model.config:  # its files showed more of it
-        shape = _read_shape(job, model, inputs.model_code, describes_models=True)
+        shape = _read_shape(
+            _as_prepared(job, inputs.request),
+            model,
+            inputs.model_code,
+            hardware=inputs.hardware,
+            cache=inputs.cache,
+            needs_costs=shape.traced is not None,
+        )
     shape = _with_format(shape, model)
     check_model(job, model, shape, inputs.model_code, cache=inputs.cache)
     return _with_request(inputs._replace(model=model, shape=shape))

@@ -29,6 +29,7 @@ from shardwise.trainer.planning.tables.gpu_names import rated_spec
 from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy
+from shardwise.trainer.spec.packages import KERNEL_PACKAGES
 from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import format_bytes
 
@@ -36,7 +37,7 @@ _HIDES_ALL = ("", "-1", "NoDevFiles")
 LIBRARIES = (
     "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
     "tokenizers", "safetensors", "triton", "flash-attn", "kernels", "transformer-engine", "liger-kernel", "torchao",
-    "wandb",
+    *("wandb", *KERNEL_PACKAGES),
 )  # fmt: skip
 _LIBRARIES_PER_LINE = 5
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.job import config_home, site_config
 from shardwise.launch.job.layers import COMMAND_LINE, read_job_layers
-from shardwise.launch.plan.gather import PlanInputs, plan_inputs
+from shardwise.launch.plan.gather import PlanInputs, plan_inputs, with_job
 from shardwise.launch.run.trials import ShortRun, run_short, scratch_folder, short_plan
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.device import device_of
@@ -155,8 +155,8 @@ def common_settings(ablation: Ablation) -> dict[str, str]:
 
 def step_plan(ablation: Ablation, settings: dict[str, str]) -> Plan:
     """The plan with these settings, whether it fits or not; InputError and NothingFitsError where there is none."""
-    resolved = replace(ablation.inputs.resolved, job=_job_of(ablation, settings))
-    return plan_regardless(ablation.inputs._replace(resolved=resolved), ablation.data, environment=ablation.environment)
+    inputs = with_job(ablation.inputs, _job_of(ablation, settings))
+    return plan_regardless(inputs, ablation.data, environment=ablation.environment)
 
 
 def _job_of(ablation: Ablation, settings: dict[str, str]) -> Job:

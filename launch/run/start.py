@@ -88,7 +88,6 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
         gpus=options.gpus,
         vram_cap_bytes=options.vram_cap_bytes,
         hardware_spec=options.spec,
-        describes_models=True,
         machines=machines.read_hardware(),
         environment=environment,
     )

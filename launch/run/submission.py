@@ -220,7 +220,7 @@ def _read_nodes(
 def _read_point(
     job: Path, overrides: Sequence[str], point: tuple[str, ...], hardware: Hardware, environment: Mapping[str, str]
 ) -> Point:
-    inputs = read_inputs(job, [*overrides, *point], describes_models=True, machines=hardware, environment=environment)
+    inputs = read_inputs(job, [*overrides, *point], machines=hardware, environment=environment)
     refuse_untrainable(inputs.shape, inputs.model.config_origin)
     return Point(inputs, plan_inputs(inputs, profile_data(inputs), environment=environment), point)
 

@@ -21,6 +21,7 @@ from shardwise.trainer.runtime.loop.step import forward
 from shardwise.trainer.runtime.loss import LossOutput, install_loss_head
 from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.worker_requests import TraceRequest
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.strategy import LossHead
 
@@ -164,9 +165,10 @@ KERNELS = Path(__file__).parents[1] / "factories" / "state_kernels"
 def test_layers_with_a_state_are_packed_where_a_kernel_takes_bounds(name, has_kernels, fact, tmp_path):
     """By stand-ins of causal-conv1d, mamba-ssm and flash-linear-attention, in the worker of `plan`."""
     config = {key: value for key, value in config_of(name).to_dict().items() if key != "time_step_limit"}
-    codec.write(tmp_path / "request.json", DescriptionRequest(model_config=config, origin=name))
+    request = TraceRequest(description=DescriptionRequest(model_config=config, origin=name), modes=())
+    codec.write(tmp_path / "request.json", request)
     path = os.pathsep.join([*([str(KERNELS)] if has_kernels else []), os.environ.get("PYTHONPATH", "")])
-    worker = [sys.executable, "-m", "shardwise.trainer.simulation", "--describe", "request.json", "result.json"]
+    worker = [sys.executable, "-m", "shardwise.trainer.simulation", "--trace", "request.json", "result.json"]
     run(worker, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, check=True)
     shape = codec.read(tmp_path / "result.json", ModelShape)
     assert shape.loss_obstacle is None or "logits_scaling" in config

@@ -67,6 +67,7 @@ def test_attention_is_what_the_class_of_the_model_supports_without_a_kernel_of_t
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
+        ({"model_type": "mistral3"}, r"^config\.json: .*no causal language model of type mistral3$"),
         ({"model_type": "no_such_model"}, r"model config \(no_such_model\)"),
         ({**_SIZES, "model_type": "olmo2", "hidden_size": "wide"}, r"model config \(olmo2\)"),
     ],

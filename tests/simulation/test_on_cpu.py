@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from block_kinds import KINDS
 from estimate_factory import config
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, 
 
 VOCAB = 4096
 TOLERANCE = 0.0005
+KINDS_TOLERANCE = 0.02
 FULL, EAGER, CHUNKED = Checkpointing.FULL, LossHead.EAGER, LossHead.CHUNKED
 FUSED = Optimizer.ADAMW_FUSED
 FP32, MIXED, BF16 = Precision.FP32, Precision.BF16_MIXED, Precision.BF16
@@ -59,7 +61,8 @@ def measured(request: SimulationRequest) -> MemoryFigures:
     model = model_from_config(request.model_config, dtype=dtype, attention=request.attention)
     make_trainable(model, request.checkpointing, request.loss, loss_chunk_tokens=request.loss_chunk_tokens)
     optimizer = build_optimizer(request.optimizer, model, lr=1e-4, weight_decay=0.1)
-    batches = [torch.randint(0, VOCAB, (request.micro_batch, request.seq_len)) for _ in range(request.accumulation)]
+    vocab = request.model_config["vocab_size"]
+    batches = [torch.randint(0, vocab, (request.micro_batch, request.seq_len)) for _ in range(request.accumulation)]
     _step(model, optimizer, batches, request.precision)
     profile = MemoryProfile(model, optimizer, torch.device("cpu"))
     with profile.step():
@@ -88,3 +91,24 @@ def test_the_dry_run_sees_what_the_allocator_sees(case: Case) -> None:
     figures, simulation = measured(request), simulate(request)
     assert simulation.steady_allocated_bytes == pytest.approx(figures.steady_allocated_bytes, rel=TOLERANCE)
     assert simulation.peak_allocated_bytes == pytest.approx(figures.peak_allocated_bytes, rel=TOLERANCE)
+
+
+LONG = (pytest.mark.long, pytest.mark.products)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.startswith("latent") else LONG) for name in KINDS]
+)
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, pytest.param(FULL, marks=LONG)])
+def test_the_dry_run_sees_what_the_allocator_sees_of_every_kind_of_block(
+    name: str, checkpointing: Checkpointing
+) -> None:
+    request = SimulationRequest(
+        model_config=KINDS[name], precision=FP32 if checkpointing is Checkpointing.NONE else MIXED, micro_batch=4,
+        seq_len=128, checkpointing=checkpointing, loss=CHUNKED, device_kind=DeviceKind.CPU,
+        attention=Attention.EAGER if name.startswith("sinks") else Attention.SDPA,
+    )  # fmt: skip
+    figures, simulation = measured(request), simulate(request)
+    assert simulation.steady_allocated_bytes == pytest.approx(figures.steady_allocated_bytes, rel=KINDS_TOLERANCE)
+    assert simulation.peak_allocated_bytes == pytest.approx(figures.peak_allocated_bytes, rel=KINDS_TOLERANCE)

@@ -29,6 +29,7 @@ from shardwise.trainer.planning.search.configurations import (
     shard_groups,
     starts_of,
 )
+from shardwise.trainer.planning.search.traced_blocks import kernel_warnings, traced_notes
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
@@ -109,6 +110,7 @@ def notes(
         *certainty_text(context, chosen),
         *_error_notes(context, candidates),
         *_fp8_notes(context, candidates),
+        *traced_notes(context, chosen),
         *_compilation_notes(context),
         *_wear_notes(context, chosen),
         *speed_notes(context.device),
@@ -140,6 +142,7 @@ def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
     return (
         *(() if context.data is None else idle_run_warnings(context.job, context.data, context.schedule)),
         *_packing_warnings(context),
+        *kernel_warnings(context, chosen),
         *_time_warnings(context, chosen),
         *_memory_warnings(context, chosen),
         *_idle_warnings(context, chosen),

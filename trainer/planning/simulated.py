@@ -143,12 +143,12 @@ def compiled_memory(simulated: MemoryEstimate, eager: MemoryEstimate, compiled: 
 def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated]) -> Plan:
     """The plan with a candidate whose dry run fits, after others whose dry runs did not.
 
-    For a model without a closed form the memory of the chosen candidate is that of the dry run.
+    For a model that has neither a closed form nor a trace the memory of the chosen candidate is that of the dry run.
     """
-    is_described = plan.model_shape.is_described
-    chosen = replace(taken.candidate, memory=taken.memory) if is_described else taken.candidate
+    lacks_form = not plan.model_shape.has_form
+    chosen = replace(taken.candidate, memory=taken.memory) if lacks_form else taken.candidate
     remarks = [f"not chosen: {each.text}; {format_bytes(each.memory.usable_bytes)} are usable" for each in failed]
-    remarks += _described_notes(plan) if is_described else []
+    remarks += _described_notes(plan) if lacks_form else []
     if taken.candidate == plan.chosen:
         return replace(plan, candidates=(chosen, *plan.candidates[1:]), notes=(*plan.notes, *remarks))
     context = context_of(plan)
@@ -182,14 +182,10 @@ def named_events(events: Mapping[str, int], predicted: Container[str]) -> dict[s
 
 
 def _described_notes(plan: Plan) -> list[str]:
-    shape = plan.model_shape
-    remarks = [
-        f"{shape.model_type} has no closed form: the memory of the chosen candidate is that of its dry run; its time, "
-        "the fallbacks and the other candidates are estimates for a model of these sizes"
+    return [
+        f"{plan.model_shape.model_type} has no closed form, and was not traced: the memory of the chosen candidate is "
+        "that of its dry run; its time, the fallbacks and the other candidates are estimates for a model of these sizes"
     ]
-    if shape.loss_obstacle is not None:
-        remarks.append(f"shardwise does not train {shape.model_type}: {shape.loss_obstacle}")
-    return remarks
 
 
 def _name(simulated: Simulated) -> str:

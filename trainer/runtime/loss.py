@@ -156,7 +156,7 @@ class LossForward:
                 "pin.loss: fused_linear makes its gradients before the weight of a row is known, so it has no sums of "
                 "rows (DPO); use pin.loss=chunked"
             )
-        hidden = _hidden_states(model, input_ids, **inputs)
+        hidden = hidden_states(model, input_ids, **inputs)
         if self.logit_scale != 1:  # a power of two in published models: exact before the product as after it
             hidden = hidden * self.logit_scale
         targets = shift(labels)
@@ -172,7 +172,7 @@ class LossForward:
         return -found if output is LossOutput.ROWS else found
 
 
-def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs
+def hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs
     """The last hidden states [B, S, H]; with positions of packed rows, each document's as if it stood alone."""
     assert input_ids is not None, "labels belong to ids"
     position_ids, bounds = inputs.pop("position_ids", None), inputs.pop("document_bounds", ())
@@ -180,13 +180,21 @@ def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tenso
     ids = {"input_ids": input_ids}
     if position_ids is not None:
         ids = packed_inputs(model, input_ids, position_ids, bounds)
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     positions = ids.get("position_ids")
     frequencies = own_frequencies(decoder, input_ids.shape, bounds=bounds, lengths=lengths)
     with known_rows(positions), own_positions(decoder, positions), frequencies:
         hidden = decoder(**ids, use_cache=False, **inputs).last_hidden_state
     assert isinstance(hidden, Tensor)
     return hidden.view(*input_ids.shape, -1)
+
+
+def decoder_of(model: Any) -> nn.Module:  # noqa: ANN401  # transformers' classes
+    """The model without its head; transformers finds none in Llama 4's, whose prefix is that of another class (W65)."""
+    found = model.get_decoder()
+    decoder = model.model if found is model else found
+    assert isinstance(decoder, nn.Module)
+    return decoder
 
 
 def _loss_of_logits(

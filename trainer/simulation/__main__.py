@@ -2,7 +2,7 @@
 
     python -m shardwise.trainer.simulation REQUEST.json RESULT.json      the result of one request
     python -m shardwise.trainer.simulation --explain REQUEST.json        the live set at the peak, as text
-    python -m shardwise.trainer.simulation --describe REQUEST.json RESULT.json   the shape of the model of a config.json
+    python -m shardwise.trainer.simulation --trace REQUEST.json RESULT.json      the shape of a model, its blocks traced
 
 A problem goes to stderr with the exit code of its error.
 """
@@ -18,8 +18,7 @@ from pathlib import Path
 from shardwise.trainer.runtime.run.process import end_with_parent, report_progress, run_request
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
-from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
-from shardwise.trainer.spec.model.shape import DescriptionRequest
+from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest, TraceRequest
 from shardwise.trainer.spec.value import Value
 
 
@@ -27,8 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit code."""
     options = _parse(arguments)
     files = [str(path) for path in (options.request, options.result) if path is not None]
-    if options.describe:
-        return run_request(files, DescriptionRequest, _described)
+    if options.trace:
+        return run_request(files, TraceRequest, _traced)
     if not options.explain:
         return run_request(files, SimulationRequest, lambda request: load_dry_run()(request))
     try:
@@ -47,7 +46,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("request", type=Path, help="request.json")
     parser.add_argument("result", type=Path, nargs="?", help="path of the result")
     parser.add_argument("--explain", action="store_true", help="print the live set at the peak instead")
-    parser.add_argument("--describe", action="store_true", help="write the shape of a model")
+    parser.add_argument("--trace", action="store_true", help="write the shape of a model with traced blocks")
     options = parser.parse_args(arguments)
     if options.result is None and not options.explain:
         parser.error("give REQUEST.json RESULT.json, or --explain REQUEST.json")
@@ -55,14 +54,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def load_dry_run() -> Callable[[SimulationRequest], Simulation]:
-    """The dry run, with the libraries' notices silenced: nothing here is about a real device."""
+    """The dry run, with the libraries' notices silenced."""
+    _silence()
+    from shardwise.trainer.simulation.dry_run import simulate
+
+    return simulate
+
+
+def _silence() -> None:
+    """Silences the libraries: nothing here is about a real device."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    from shardwise.trainer.simulation.dry_run import simulate
-
-    return simulate
 
 
 def _explained(simulation: Simulation) -> Iterator[str]:
@@ -87,11 +91,11 @@ def _explained(simulation: Simulation) -> Iterator[str]:
     yield from (f"checked: {check}" for check in simulation.checks)
 
 
-def _described(request: DescriptionRequest) -> Value:
-    load_dry_run()
-    from shardwise.trainer.simulation.describe import describe
+def _traced(request: TraceRequest) -> Value:
+    _silence()
+    from shardwise.trainer.simulation.describe import describe_traced
 
-    return describe(request)
+    return describe_traced(request)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,6 @@
 The model is built on torch's `meta` device, with adapters and quantised layers where the method has them, and then
 given tensors on the fake device; under FSDP2 it is cut without memory first, as a rank cuts it. The engine is that of
 the runtime's own Accelerator, in a process group whose collectives do nothing.
-
-NF4 layers are as those of bitsandbytes, without its kernels. Each weight is two to a byte, with one scale for 64
-weights; double quantisation keeps the scales in 8 bit, with one scale for 256 of them (QLoRA, arXiv:2305.14314).
-Forward and backward both make the weight whole in the computing type for one matrix product, and the scales in fp32 on
-the way (bitsandbytes 0.50, functional.py `dequantize_4bit`, _functions.py `MatMul4Bit`; its fused kernel for a few
-hundred tokens is not modelled). The layer is a `Linear4bit` to PEFT, so that the adapter layer is the real one.
-Embeddings, head and norms stay in the computing type.
 """
 
 import os
@@ -18,7 +11,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import bitsandbytes
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -27,7 +19,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
@@ -44,7 +35,8 @@ from shardwise.trainer.simulation.fake_device import replaced
 from shardwise.trainer.simulation.kernels import LigerLoss
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
-from shardwise.trainer.spec.strategy import Method, Quant
+from shardwise.trainer.spec.model.shape import ModelCode
+from shardwise.trainer.spec.strategy import Attention, Method
 
 # Set in the environment by a launch of ranks, read by Accelerate and torch.
 _OF_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
@@ -55,19 +47,14 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
     dtype = base_type(request.method, request.precision)
     if request.sharding.uses_deepspeed:
         dtype = compute_type(request.precision)  # the engine casts the model before it moves it
-    load_model_code(request.model_code)
-    try:
-        with faults_of(request.model_code), torch.device("meta"), no_init_weights():
-            model = model_from_config(request.model_config, dtype=dtype, attention=request.attention)
-            model.tie_weights()
-            if request.method is Method.QLORA:
-                quantise(model, request.quant, dtype)
-            if request.method.freezes_base:
-                add_adapters(model, request.lora, request.precision)
-    except _CONFIG_ERRORS as error:
-        what = request.model_config.get("model_type", "model_type missing")
-        sentence = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()  # the cause comes last
-        raise InputError(f"model config ({what}): {sentence}") from error
+    model = base_on_meta(request.model_config, request.model_code, dtype=dtype, attention=request.attention)
+    with torch.device("meta"):
+        if request.method is Method.QLORA:
+            from shardwise.trainer.simulation.nf4 import quantise  # bitsandbytes takes a second
+
+            quantise(model, request.quant, dtype)
+        if request.method.freezes_base:
+            add_adapters(model, request.lora, request.precision)
     with (
         replaced(loss, liger_loss=lambda _: LigerLoss()),
         replaced(operators, check_triton_compiler=lambda _: None),
@@ -80,6 +67,22 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
             activation_offload=request.activation_offload,
         )
     return model, installed
+
+
+def base_on_meta(
+    config: dict[str, Any], code: ModelCode | None, *, dtype: torch.dtype, attention: Attention
+) -> PreTrainedModel:
+    """The model of a config without any tensor behind it; InputError for a config that transformers does not build."""
+    load_model_code(code)
+    try:
+        with faults_of(code), torch.device("meta"), no_init_weights():
+            model = model_from_config(config, dtype=dtype, attention=attention)
+            model.tie_weights()
+    except _CONFIG_ERRORS as error:
+        what = config.get("model_type", "model_type missing")
+        sentence = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()  # the cause comes last
+        raise InputError(f"model config ({what}): {sentence}") from error
+    return model
 
 
 # What transformers raises for a config with fields missing, of a wrong type or that do not go together.
@@ -206,94 +209,3 @@ def _done(reduced: Tensor) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(reduced)
     return future
-
-
-WEIGHTS_PER_SCALE = 64
-SCALES_PER_SCALE = 256
-_NUM_LEVELS, _NUM_SCALE_LEVELS = 16, 256  # tables that every layer has of its own
-
-
-class Nf4Linear(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]  # published without types
-    """A linear layer whose weight is made whole for each product."""
-
-    num_scales: int
-
-    @property
-    def W_q(self) -> Tensor:  # noqa: N802  # PEFT's mark of a layer that makes its weight whole itself
-        """The packed weight."""
-        packed: Tensor = self.weight
-        return packed
-
-    def dequantize(self) -> Tensor:
-        """The whole weight [outputs, inputs] in the computing type, which DoRA measures."""
-        shape = (self.out_features, self.in_features)
-        return _whole_weight(self.weight, shape, self.num_scales, self.compute_dtype)
-
-    def forward(self, value: Tensor) -> Tensor:
-        inner = value.to(self.compute_dtype)
-        shape = (self.out_features, self.in_features)
-        product = _Product.apply(inner, self.weight, shape, self.num_scales)  # type: ignore[no-untyped-call]
-        assert isinstance(product, Tensor)
-        if self.bias is not None:
-            product = product + self.bias
-        returned: Tensor = product.to(value.dtype)
-        return returned
-
-
-def quantise(model: PreTrainedModel, quant: Quant, dtype: torch.dtype) -> None:
-    """Turns the linear layers of a model on `meta` into NF4, all but the head."""
-    head = model.get_output_embeddings()
-    if any(parameter.ndim > 2 for parameter in model.parameters()):
-        raise InputError(f"simulation: {type(model).__name__} has experts in one tensor, whose NF4 form has no dry run")
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            _quantise_layer(module, quant, dtype)
-    seam: Any = model
-    seam.is_loaded_in_4bit = True  # PEFT then considers its layer 4 bit
-
-
-def _quantise_layer(layer: nn.Linear, quant: Quant, dtype: torch.dtype) -> None:
-    num_weights = layer.weight.numel()
-    num_scales = -(-num_weights // WEIGHTS_PER_SCALE)
-    seam: Any = layer
-    seam.__class__ = Nf4Linear
-    packed: Any = nn.Parameter(_empty(-(-num_weights // 2), torch.uint8), requires_grad=False)
-    packed.compress_statistics = quant is Quant.NF4_DQ
-    packed.quant_type = "nf4"
-    seam.weight, seam.compute_dtype, seam.num_scales = packed, dtype, num_scales
-    buffers = {"levels": _empty(_NUM_LEVELS, torch.float32)}
-    if quant is Quant.NF4_DQ:
-        buffers["scales"] = _empty(num_scales, torch.uint8)
-        buffers["scale_levels"] = _empty(_NUM_SCALE_LEVELS, torch.float32)
-        buffers["scales_of_scales"] = _empty(-(-num_scales // SCALES_PER_SCALE), torch.float32)
-        buffers["mean_scale"] = _empty(1, torch.float32)
-    else:
-        buffers["scales"] = _empty(num_scales, torch.float32)
-    for name, buffer in buffers.items():
-        layer.register_buffer(name, buffer, persistent=False)
-
-
-def _empty(num_elements: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(num_elements, dtype=dtype, device="meta")
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, packed: Tensor, shape: tuple[int, int], num_scales: int) -> Tensor:  # noqa: ANN401  # torch's context
-        ctx.save_for_backward(packed)
-        ctx.shape, ctx.num_scales = shape, num_scales
-        return functional.linear(value, _whole_weight(packed, shape, num_scales, value.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
-        (packed,) = ctx.saved_tensors
-        (gradient,) = grad_outputs
-        weight = _whole_weight(packed, ctx.shape, ctx.num_scales, gradient.dtype)
-        return torch.matmul(gradient, weight), None, None, None
-
-
-def _whole_weight(packed: Tensor, shape: tuple[int, int], num_scales: int, dtype: torch.dtype) -> Tensor:
-    scales = packed.new_empty(num_scales, dtype=torch.float32)
-    weight = packed.new_empty(shape, dtype=dtype)
-    del scales  # needed until the weight is whole
-    return weight

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.packed import known_rows
-from shardwise.trainer.runtime.loss import LossForward
+from shardwise.trainer.runtime.loss import LossForward, decoder_of
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.simulation.build import materialise
 from shardwise.trainer.simulation.device_memory import Tracker
@@ -106,16 +106,17 @@ def _check_attention(request: SimulationRequest, tracker: Tracker, kernels: Kern
         size = tracker.square_bytes[request.seq_len]
         raise _untrusted(f"{size} bytes of a sequence x sequence tensor, with {', '.join(seen)} attention")
     has_flash = request.device_kind is DeviceKind.CUDA and request.compute_capability >= FLASH_CAPABILITY
-    if has_flash and request.precision is not Precision.FP32 and seen != [AttentionKernel.FLASH]:
+    is_flash = seen == [AttentionKernel.FLASH] or kernels.num_narrow == sum(kernels.attention.values())
+    if has_flash and request.precision is not Precision.FP32 and not is_flash:
         raise _untrusted(f"attention ran as {', '.join(seen)}, flash was expected")
     return f"attention: {', '.join(seen)}"
 
 
 def _check_types(request: SimulationRequest, tracker: Tracker) -> str:
-    """Autocast silently turns itself off where it detects no device."""
-    expected = compute_type(request.precision)
-    others = sorted(str(dtype) for dtype in tracker.product_types - {expected})
-    if others or not tracker.product_types:
+    """Autocast silently turns itself off where it detects no device; some models compute their routers in fp32."""
+    expected, types = compute_type(request.precision), tracker.product_types
+    if types[expected] <= sum(types.values()) / 2:
+        others = sorted(str(dtype) for dtype in types if dtype != expected)
         raise _untrusted(f"matrix products in {', '.join(others) or 'no type'}, {expected} was expected")
     return f"matrix products in {expected}"
 
@@ -175,7 +176,7 @@ _NOT_FOLLOWED = (RuntimeError, TypeError, ValueError, AttributeError, LookupErro
 
 def _logits(model: Any, ids: Tensor) -> Tensor:  # noqa: ANN401  # transformers' classes
     """The logits that the loss heads compute."""
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     logits = model.get_output_embeddings()(hidden)
     assert isinstance(logits, Tensor)
     return logits
@@ -197,6 +198,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401  # torch's
         name = func.__name__.partition(".")[0].rstrip("_")
-        if name not in _FREE and func.namespace == "aten":
+        is_by_one = name in ("mul", "div") and any(isinstance(each, int | float) and each == 1 for each in args)
+        if name not in _FREE and not is_by_one and func.namespace == "aten":
             self.names.append(name)
         return func(*args, **(kwargs or {}))

@@ -7,25 +7,30 @@ counts its memory. Blocks of more than two kinds are counted as the two most com
 `other_parameters`.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.trainer.runtime.attention.packed import FLASH
-from shardwise.trainer.simulation.build import blocks_of, build_on_meta
+from shardwise.trainer.runtime.models.build import make_trainable
+from shardwise.trainer.simulation.build import base_on_meta, blocks_of
 from shardwise.trainer.simulation.checks import loss_obstacle
 from shardwise.trainer.simulation.documents import measure_rows
+from shardwise.trainer.simulation.trace import traced_blocks
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.messages.worker_requests import SimulationRequest
+from shardwise.trainer.spec.messages.worker_requests import TraceRequest
+from shardwise.trainer.spec.model.blocks import Mode
 from shardwise.trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
-from shardwise.trainer.spec.strategy import Attention, LossHead
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 Linears = tuple[Linear, ...]
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -39,6 +44,46 @@ _QK_NORMS = ("q_", "k_", "query_", "key_")
 
 def describe(request: DescriptionRequest) -> ModelShape:
     """The shape of a model; InputError where transformers cannot build it, or code of its own would have to."""
+    model = _built(request)
+    shape = _shape_of(model)
+    return replace(shape, other_parameters=_size(model) - shape.num_parameters, **_obstacles(model))
+
+
+def describe_traced(request: TraceRequest) -> ModelShape:
+    """The shape of a model with the traces of its blocks; without them if its forward cannot be followed."""
+    if not request.modes:
+        return describe(request.description)
+    model = _built(request.description)
+    shape, config = _shape_of(model), _Config(model.config.get_text_config())
+    shape = replace(shape, other_parameters=_size(model) - shape.num_parameters)
+    obstacles = _obstacles(model)
+    request = replace(request, modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)))
+    try:
+        traced = traced_blocks(model, request, lambda block: linears_of(block, config))
+    except InputError:
+        return describe(request.description)
+    return replace(shape, traced=traced, **obstacles)
+
+
+def _offered(mode: Mode, shape: ModelShape) -> Mode:
+    """The mode with attention that the model has."""
+    return mode if mode.attention in shape.attentions else replace(mode, attention=Attention.EAGER)
+
+
+def _obstacles(model: PreTrainedModel) -> dict[str, Any]:
+    """What keeps the model from our loss heads and from packed rows."""
+    copied = copy.deepcopy(model)
+    installed = make_trainable(copied, Checkpointing.NONE, LossHead.EAGER, loss_chunk_tokens=None)
+    rows = measure_rows(model)
+    return {
+        "loss_obstacle": loss_obstacle(copied, installed.loss) or rows.order_fault,
+        "packing_obstacle": rows.packing_obstacle,
+        "is_packing_measured": rows.is_measured,
+    }
+
+
+def _built(request: DescriptionRequest) -> PreTrainedModel:
+    """The model on `meta`, in fp32."""
     config, code = request.model_config, request.model_code
     model_type = config.get("model_type", "model_type missing")
     if code is None and request.offers_code_of is not None and model_type not in CONFIG_MAPPING:
@@ -47,10 +92,10 @@ def describe(request: DescriptionRequest) -> ModelShape:
             f"of its own; model.trust_remote_code={request.offers_code_of} runs the code of that repository on this "
             "machine"
         )
+    if code is None and model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"{request.origin}: transformers has no causal language model of type {model_type}")
     try:
-        model, installed = build_on_meta(
-            SimulationRequest(model_config=config, model_code=code, attention=Attention.EAGER, loss=LossHead.EAGER)
-        )
+        model = base_on_meta(config, code, dtype=torch.float32, attention=Attention.EAGER)
     except (StrictDataclassError, ImportError) as error:  # a field of a wrong type; a library for images or sound
         what = " ".join(str(error).split())
         raise InputError(f"model config ({model_type}): {what}") from error
@@ -59,16 +104,7 @@ def describe(request: DescriptionRequest) -> ModelShape:
             f"{request.origin}: model_type is {model_type}, and {code.config_class} has {model.config.model_type}; "
             "write the same into both"
         )
-    shape = _shape_of(model)
-    others = _size(model) - shape.num_parameters
-    rows = measure_rows(model)
-    return replace(
-        shape,
-        other_parameters=others,
-        loss_obstacle=loss_obstacle(model, installed.loss) or rows.order_fault,
-        packing_obstacle=rows.packing_obstacle,
-        is_packing_measured=rows.is_measured,
-    )
+    return model
 
 
 def _shape_of(model: PreTrainedModel) -> ModelShape:

@@ -28,7 +28,8 @@ upper bound.
 import weakref
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
@@ -101,10 +102,11 @@ class Tracker(TorchDispatchMode):
         self.events: dict[str, int] = {}
         self.modules: list[str] = []  # being run, innermost last
         self.block = ""  # whose backward runs
+        self.is_unseen = False
         self.trace: list[TraceEvent] = []
         self.forward_operations: Counter[str] = Counter()
         self.backward_operations: Counter[str] = Counter()
-        self.product_types: set[torch.dtype] = set()  # of matrix products in the forward
+        self.product_types: Counter[torch.dtype] = Counter()  # of matrix products in the forward
         self.square_bytes: dict[int, int] = {}  # by length: the largest scores or mask of that length
 
     def begin(self, event: str, *, is_forward: bool = False) -> None:
@@ -132,6 +134,15 @@ class Tracker(TorchDispatchMode):
         """Never counts the storages under `tensors`, which are the data loader's."""
         for tensor in tensors:
             self._watch(tensor.untyped_storage())
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Within the block nothing that is allocated counts."""
+        self.is_unseen = True
+        try:
+            yield
+        finally:
+            self.is_unseen = False
 
     def name_gradients(self) -> None:
         """Marks gradients: storages made in a backward that outlive it; shards of them are outputs of reductions."""
@@ -162,6 +173,8 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401  # torch's
         result = func(*args, **(kwargs or {}))
+        if self.is_unseen:
+            return result
         self._operation = name = func.__name__
         if func.namespace == "c10d":
             self._mark_buffers(name, (*args, result))
@@ -169,7 +182,7 @@ class Tracker(TorchDispatchMode):
             self._see(tensor)
         (self.forward_operations if self._new_kind is Kind.ACTIVATIONS else self.backward_operations)[name] += 1
         if name in _PRODUCTS and self._new_kind is Kind.ACTIVATIONS:
-            self.product_types.add(result.dtype)
+            self.product_types[result.dtype] += 1
         return result
 
     def _mark_buffers(self, name: str, values: Any) -> None:  # noqa: ANN401  # arguments of a collective

@@ -71,6 +71,7 @@ from shardwise.trainer.simulation.fake_device import (
     replaced,
 )
 from shardwise.trainer.simulation.kernels import Kernels
+from shardwise.trainer.simulation.package_functions import as_installed
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import LiveGroup, Simulation, SimulationRequest
@@ -139,6 +140,7 @@ def simulate(request: SimulationRequest) -> Simulation:
         with (
             as_if_available(request.compute_capability, pages) if is_cuda else nullcontext(),
             kernels.installed(),
+            as_installed(model, request.packages, tracker),
             deepspeed_as_if_available() if is_zero else nullcontext(),
             engine_of(request, model, zero_config(request, model) if is_zero else None) as accelerator,
             FakeDeviceMode(),

@@ -55,6 +55,7 @@ class Kernels:
         self._documents = packed_attention.documents_on_cpu
         self.attention: Counter[AttentionKernel] = Counter()
         self.num_masked = 0
+        self.num_narrow = 0  # calls whose values have other heads than their queries
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -83,6 +84,7 @@ class Kernels:
             is_masked=mask is not None,
         )
         if query.shape[-1] != value.shape[-1]:  # flash supports one size
+            self.num_narrow += 1
             kernel = AttentionKernel.MATH if self._device == "cpu" else AttentionKernel.EFFICIENT
         is_grouped = key.shape[1] != query.shape[1]
         return AttentionKernel.MATH if is_grouped and kernel is AttentionKernel.EFFICIENT else kernel

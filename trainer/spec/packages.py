@@ -7,12 +7,21 @@ metadata, and looks up shardwise itself in no index.
 
 import shlex
 import sys
+from collections.abc import Iterable
 from functools import cache
 
 # As in pyproject.toml.
 EXTRAS = ("train", "flash", "hub-kernels", "fp8", "torchao", "liger", "tensorboard", "onnx", "gguf")
+# Packages with kernels for layers that transformers otherwise computes operation by operation, as pip names them.
+KERNEL_PACKAGES = ("causal-conv1d", "mamba-ssm", "flash-linear-attention")
 # Compiled on the machine against the torch that is installed: from PyPI both are sources alone.
 _BUILDS = ("flash", "fp8")
+
+
+def kernel_packages(libraries: Iterable[str]) -> tuple[str, ...]:
+    """Those of KERNEL_PACKAGES among libraries."""
+    names = {name.replace("_", "-").lower() for name in libraries}
+    return tuple(name for name in KERNEL_PACKAGES if name in names)
 
 
 def pip_line(*arguments: str, command: str = "install", python: str | None = None) -> str:

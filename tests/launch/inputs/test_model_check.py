@@ -138,6 +138,7 @@ def test_adapters_are_the_method_of_a_base_in_4_bit_and_its_bytes_are_counted_as
     folder = as_bnb(base, tmp_path / "stored", doubly=False, skipped=("o_proj", "lm_head"))
     found = inputs(folder, cache)
     assert found.resolved.job.train.method is Method.QLORA
-    assert (found.shape.quant, found.shape.wide_linears) == (Quant.NF4, 2 * 64 * 64)
+    num_packed = found.shape.linear_parameters - 2 * 64 * 64
+    assert (found.shape.quant, found.shape.packed_linears) == (Quant.NF4, num_packed)
     mark(base, {"quant_method": "bitsandbytes", "load_in_4bit": True})
-    assert inputs(base, cache).shape.wide_linears == 0, "of a base that has none in 4 bit all are quantised"
+    assert inputs(base, cache).shape.packed_linears is None, "of a base that has none in 4 bit all are quantised"

@@ -212,14 +212,6 @@ def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
     assert (dict(answers)["other"], list(lines)) == (other, ["other"])
 
 
-def test_an_architecture_that_no_reader_knows_is_refused_without_simulate_and_told_where_to_go(tmp_path, monkeypatch):
-    workplace = make_workplace(tmp_path)
-    (workplace.folder / "model" / "config.json").write_text('{"model_type": "helium", "hidden_size": 32}')
-    monkeypatch.chdir(workplace.folder)
-    with pytest.raises(InputError, match=r'"helium".*`shardwise plan --simulate`'):
-        read_inputs(workplace.job, [], environment=workplace.environment)
-
-
 def test_a_model_that_does_not_pack_leaves_packing_off_or_refuses_it(tmp_path, monkeypatch):
     """Where the reason is the lack of a measurement, a job that packs is let through to that before its first step."""
     workplace = make_workplace(tmp_path)

@@ -156,8 +156,8 @@ def test_state_of_one_rank(name: str) -> None:
 
 
 def test_a_base_that_is_stored_in_4_bit_counts_as_its_files_have_it() -> None:
-    shape = replace(LLAMA_8B, quant=Quant.NF4, wide_linears=1_000_000)
-    chosen, packed = configuration(method=QLORA), L - 1_000_000
+    packed = L - 1_000_000
+    shape, chosen = replace(LLAMA_8B, quant=Quant.NF4, packed_linears=packed), configuration(method=QLORA)
     found = model_states(chosen, policy_of(chosen, A100S, dims_of(shape)), dims_of(shape))
     assert found.weights == pytest.approx(packed / 2 + 2 * (P - packed), abs=3)
     assert found.quant_state == pytest.approx(4 / 64 * packed, abs=3)

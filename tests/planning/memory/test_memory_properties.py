@@ -16,12 +16,14 @@ from shardwise.trainer.planning.memory.events import resident_bytes, step_events
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.memory.states import LEAST_8BIT_ELEMENTS, States, model_states
 from shardwise.trainer.spec.engines import Offload, Sharding
-from shardwise.trainer.spec.model.readers import read_model_shape
+from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
-PRESETS = [read_model_shape(model.config) for model in known_models()]
+PRESETS = [
+    read_model_shape(model.config) for model in known_models() if model.config["model_type"] in supported_model_types()
+]
 SHAPES = st.sampled_from([TINY, QWEN_HALF_B, LLAMA_1B, LLAMA_2_7B, LLAMA_8B, *PRESETS])
 DEVICES = st.sampled_from([gpu("8xA100-SXM4-80GB"), gpu("8xH200"), gpu("2xT4"), gpu("1xRTX-4090"), cpu(2)])
 SHARDED = [Sharding.DDP, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3]

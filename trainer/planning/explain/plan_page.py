@@ -49,7 +49,7 @@ def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page
         "choice": choice_section(plan, context),
         "memory": memory_section(plan, context),
         "speed": speed_section(plan, context),
-        "generation": cache_section(plan),
+        "generation": cache_section(plan) if has_usual_cache(plan.model_shape) else None,
         "why": _sentences("why", plan.chosen.reasons),
         "methods": methods_section(plan),
         "runners-up": runners_up_section(plan, context, top),
@@ -113,6 +113,14 @@ def cache_section(plan: Plan) -> Section:
         f"{tokens:,} positions at batch 1{window}"
     )
     return Section(title="generation", blocks=(Sentence(text=text),))
+
+
+def has_usual_cache(shape: ModelShape) -> bool:
+    """True if every block keeps keys and values of all its heads; false if some keep a state or a product of them."""
+    if shape.timed is None:
+        return True
+    blocks, query = shape.timed.modes[0].blocks, shape.query_size
+    return all(abs(blocks[kind].attended / query - 1) < 0.01 for kind in shape.timed.order)
 
 
 def kv_cache_bytes(shape: ModelShape, num_tokens: int) -> int:

@@ -38,7 +38,7 @@ from shardwise.trainer.planning.memory.events import (
     resident_bytes,
     step_events,
 )
-from shardwise.trainer.planning.memory.precision_policy import PrecisionPolicy, dims_of, policy_of
+from shardwise.trainer.planning.memory.precision_policy import PrecisionPolicy, dims_for, policy_of
 from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients, sharding_memory
 from shardwise.trainer.planning.memory.states import HostMemory, States, host_memory, states_of
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -163,7 +163,7 @@ def least_bytes(shape: ModelShape, start: Configuration, device: Device) -> Call
     It counts the tensors alive in the backward of the last block: states, earlier gradients, all activations, gathered
     parameters. In our runtime they are the same for every loss head.
     """
-    dims = dims_of(shape)
+    dims = dims_for(shape, start)
     policy = policy_of(start, device, dims)
     states, sharding = states_of(start, device, dims), sharding_memory(start, policy, dims)
     held = _held(states, sharding)
@@ -186,7 +186,7 @@ def state_need(shape: ModelShape, configuration: Configuration, device: Device) 
 
     It counts a backward without activations, and the update after it.
     """
-    dims = dims_of(shape)
+    dims = dims_for(shape, configuration)
     policy = policy_of(configuration, device, dims)
     states, sharding = states_of(configuration, device, dims), sharding_memory(configuration, policy, dims)
     backward = least_needed(_held(states, sharding), policy, device, configuration.num_ranks, OVERHEADS)
@@ -205,7 +205,7 @@ def _held(states: States, sharding: ShardingMemory) -> int:
 
 def host_need(shape: ModelShape, configuration: Configuration, device: Device) -> HostMemory:
     """Bytes of RAM and NVMe of a node alone, for a search over configurations."""
-    dims = dims_of(shape)
+    dims = dims_for(shape, configuration)
     policy = policy_of(configuration, device, dims)
     blocks = block_activations(configuration, policy, dims)
     states = states_of(configuration, device, dims)
@@ -214,7 +214,7 @@ def host_need(shape: ModelShape, configuration: Configuration, device: Device) -
 
 def step_memory(shape: ModelShape, configuration: Configuration, device: Device) -> StepMemory:
     """The parts from which `step_events` computes every byte of every event of a step."""
-    dims = dims_of(shape)
+    dims = dims_for(shape, configuration)
     policy = policy_of(configuration, device, dims)
     return StepMemory(
         configuration=configuration,

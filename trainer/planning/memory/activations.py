@@ -46,6 +46,7 @@ from shardwise.trainer.planning.memory.precision_policy import (
     adapted_linears,
     adapter_parameters,
     adapts_all,
+    traced_adapters,
 )
 from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs
 from shardwise.trainer.planning.memory.saved_tensors import (
@@ -62,6 +63,7 @@ from shardwise.trainer.planning.memory.saved_tensors import (
     uses_dora,
     windowed_attention_bytes,
 )
+from shardwise.trainer.planning.memory.traced import retained, run_of
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead
 from shardwise.trainer.spec.value import Value
@@ -104,6 +106,8 @@ class BlockActivations(Value, frozen=True, kw_only=True):
 )
 def block_activations(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> BlockActivations:
     """Bytes that the blocks of the model keep and need."""
+    if dims.traced is not None:
+        return _traced_activations(configuration, policy, dims)
     tokens = policy.tokens
     boundary = policy.residual_bytes * dims.hidden * tokens
     cast_weights = _cast_weights(configuration, policy, dims)
@@ -160,6 +164,45 @@ def block_activations(configuration: Configuration, policy: PrecisionPolicy, dim
         cast_weights=cast_weights,
         cached_casts=_cached_casts(configuration, policy, dims, cast_weights, num_recomputed, moves=moves),
     )
+
+
+def _traced_activations(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> BlockActivations:
+    """The same of a model whose blocks were traced; their worst moments are those of `traced`."""
+    run = run_of(configuration, policy, dims)
+    found = retained(configuration, run)
+    *others, before_last, last = (0.0, *found.of_blocks)
+    moved = sum(others) + before_last if configuration.activation_offload else 0.0
+    casts = [_cast_kind(configuration, policy, dims, kind) for kind in run.order]
+    cached = sum(cast for cast, is_again in zip(casts, found.recomputed, strict=True) if is_again)
+    return BlockActivations(
+        boundary=round(run.boundary),
+        whole=round(max(run.saved(kind) for kind in set(run.order))),
+        retained=round(found.before[-1] - moved),
+        offloaded=round(moved),
+        fetched=round(min(moved, before_last)) if policy.is_cuda else 0,
+        retained_by_first=round(found.of_blocks[0]),
+        retained_by_last=round(last),
+        recomputed=0,
+        recomputed_by_last=0,
+        recomputed_after_last=0,
+        recomputed_without_mlp=0,
+        temporaries=0,
+        norms=NormMoment(forward=0, again=0, alone=0),
+        peaks_at_scores=False,
+        cast_weights=round(max(casts)),
+        cached_casts=round(cached),
+    )
+
+
+def _cast_kind(configuration: Configuration, policy: PrecisionPolicy, dims: Dims, kind: int) -> float:
+    """Autocast's copies of the weights of a block of a traced kind."""
+    assert dims.traced is not None
+    if not policy.is_autocast:
+        return 0.0
+    trained = dims.traced.kinds[kind].num_parameters
+    if policy.is_frozen:
+        trained = sum(each.num_elements for each in traced_adapters(dims.traced, configuration.method)[kind])
+    return min(run_of(configuration, policy, dims).constant(kind), policy.compute_bytes * trained)
 
 
 def _retained_as_views(policy: PrecisionPolicy, dims: Dims) -> int:
@@ -354,7 +397,10 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
     tokens, c = policy.tokens, policy.compute_bytes
     logits, hidden = dims.vocab * tokens, c * dims.hidden * tokens
     cast_head = c * dims.embedding if policy.is_autocast and not policy.is_frozen else 0
-    retained = _final_norm_bytes(policy, dims) * tokens + cast_head
+    norm = (
+        _final_norm_bytes(policy, dims) * tokens if dims.traced is None else _traced_norm(configuration, policy, dims)
+    )
+    retained = norm + cast_head
     cast_gradient = 0 if policy.is_frozen else c * dims.embedding
     # Autocast hands the gradient of its cast weight on in fp32.
     gradient = cast_gradient + (policy.weight_bytes * dims.embedding if policy.is_autocast and cast_gradient else 0)
@@ -390,6 +436,12 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
         backward_logits=c * logits + own * in_slice,
         **product,
     )
+
+
+def _traced_norm(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
+    """What the last norm leaves, and the hidden states unless the head is frozen."""
+    after = run_of(configuration, policy, dims).after
+    return round(after - (policy.compute_bytes * dims.hidden * policy.tokens if policy.is_frozen else 0))
 
 
 def liger_slice_tokens(num_tokens: int, *, hidden: int, vocab: int) -> int:

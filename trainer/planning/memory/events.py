@@ -34,8 +34,23 @@ from shardwise.trainer.planning.memory.activations import (
 )
 from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch
-from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients
+from shardwise.trainer.planning.memory.sharding import (
+    ShardingMemory,
+    accumulated_gradients,
+    gathered_kinds,
+    reduced_kinds,
+)
 from shardwise.trainer.planning.memory.states import States
+from shardwise.trainer.planning.memory.traced import (
+    Widths,
+    places,
+    retained,
+    run_of,
+    worst_block,
+    worst_end,
+    worst_forward,
+)
+from shardwise.trainer.spec.model.blocks import TracedBlocks
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.units import MIB
@@ -246,6 +261,8 @@ def _input_bytes(step: StepMemory) -> int:
     Packed rows have positions of their own, and so cosines and sines each; some model types are given a mask of theirs.
     """
     policy, dims = step.policy, step.dims
+    if dims.traced is not None:  # what the model makes of them is in the trace
+        return (TOKEN_BYTES + (POSITION_BYTES if policy.is_packed else 0)) * policy.tokens
     width, seq_len = policy.residual_bytes, policy.seq_len
     is_masked = policy.kernel is AttentionKernel.EAGER and step.configuration.checkpointing is not Checkpointing.NONE
     mask = width * policy.tokens * seq_len if is_masked else 0
@@ -301,6 +318,10 @@ def _forward_end(step: StepMemory, forward: Event) -> Event:
         # The cache of cast weights lives until the forward ends; what is not recomputed keeps them anyway.
         event["cast_weights"] = step.blocks.cached_casts
         event["head_temporaries"] = policy.residual_bytes * dims.hidden * policy.tokens
+    if dims.traced is not None:
+        in_blocks = {**event, "head_activations": 0, "logits": 0, "head_temporaries": 0}
+        in_blocks["block_temporaries"] = traced_forward(step)
+        return max(event, in_blocks, key=_total)
     norms = step.blocks.norms
     if not norms.alone:
         return event
@@ -325,12 +346,30 @@ def _norm_backward(step: StepMemory, backward: Event) -> Event:
     """The chain of fp32 operations of the last norm, or the reduction of the head's gradient right after it."""
     policy, dims, sharding = step.policy, step.dims, step.sharding
     retained = _retained(step, backward, sharding.gathered_head) | {"head_activations": 0}
+    if dims.traced is not None:
+        return _worst_norm(step, backward, retained)
     chain = NORM_BACKWARD_BYTES if dims.norm is Norm.RMS else 2 * policy.residual_bytes
     event = {
         **retained,
         "block_temporaries": chain * dims.hidden * policy.tokens,
         "fresh_gradients": head_gradient(step),
     }
+    return _or_reduced(step, backward, retained, event)
+
+
+def _worst_norm(step: StepMemory, backward: Event, retained: Event) -> Event:
+    run = run_of(step.configuration, step.policy, step.dims)
+    event = {
+        **retained,
+        "block_temporaries": round(worst_end(run, run.trace.after).held),
+        "fresh_gradients": head_gradient(step),
+    }
+    return _or_reduced(step, backward, retained, event)
+
+
+def _or_reduced(step: StepMemory, backward: Event, retained: Event, event: Event) -> Event:
+    """The event, or the reduction of the head's gradient right after it."""
+    policy, dims, sharding = step.policy, step.dims, step.sharding
     if not sharding.reduce_head:
         return event
     is_added = step.waits_for_last_micro_batch
@@ -346,6 +385,8 @@ def _norm_backward(step: StepMemory, backward: Event) -> Event:
 
 def _block_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
     """The backward of the last block and that of the first."""
+    if step.dims.traced is not None:
+        return _traced_block_backward(step, step.dims.traced, backward)
     blocks, sharding = step.blocks, step.sharding
     recomputing = max(blocks.temporaries, blocks.norms.again)
     common = {
@@ -373,6 +414,94 @@ def _block_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
     top["reduce_scatter"], bottom["reduce_scatter"] = sharding.reduce_head, sharding.reduce_block
     events = {"block_backward_top": top, "block_backward_middle": middle, "block_backward_bottom": bottom}
     return {name: max(event, _mlp_finished(step, event), key=_total) for name, event in events.items()}
+
+
+def traced_forward(step: StepMemory) -> int:
+    """The most that a block holds in its forward, beyond what all blocks retain; it is not recomputed."""
+    run = run_of(step.configuration, step.policy, step.dims)
+    found = retained(step.configuration, run)
+    if step.blocks.offloaded:
+        return 0
+    moments = (
+        found.before[place] + worst_forward(run, run.order[place]) - found.before[-1]
+        for place in range(len(run.order))
+        if not found.recomputed[place]
+    )
+    return max(0, round(max(moments, default=0.0)))
+
+
+def _traced_block_backward(step: StepMemory, traced: TracedBlocks, backward: Event) -> dict[str, Event]:
+    """The worst blocks: the last, one before it, the first."""
+    events = {place: _traced_block(step, traced, backward, place) for place in places(traced)}
+    last = len(traced.order) - 1
+    middle = max((event for place, event in events.items() if 0 < place < last), key=_total, default=None)
+    named = {"block_backward_top": events[last]}
+    if middle is not None:
+        named["block_backward_middle"] = middle
+    return named | ({"block_backward_bottom": events[0]} if last else {})
+
+
+def _traced_block(step: StepMemory, traced: TracedBlocks, backward: Event, place: int) -> Event:
+    """The worst moment of the block at a place, with what the blocks after it have left."""
+    configuration, policy, sharding = step.configuration, step.policy, step.sharding
+    run, kind, last = run_of(configuration, policy, step.dims), traced.order[place], len(traced.order) - 1
+    found = retained(configuration, run)
+    worst = worst_block(run, kind, _gradient_widths(step), is_recomputed=found.recomputed[place])
+    earlier = found.before[place]
+    if step.blocks.offloaded:  # the block before is on its way back
+        earlier = run.before + (found.of_blocks[place - 1] if place else 0.0)
+    event = {
+        **backward,
+        "activations": round(earlier + found.of_blocks[place]),
+        "block_temporaries": round(worst.held - found.of_blocks[place]),
+        "fresh_gradients": (0 if sharding.reduce_head else head_gradient(step)) + round(worst.gradients),
+    }
+    if event["block_temporaries"] < 0:  # the block saves its output, and its backward begins when that is freed
+        event["activations"] += event.pop("block_temporaries")
+    after = sum(traced.kinds[each].num_parameters for each in traced.order[place + 1 :])
+    event.update(_finished(step, backward, after, sum(traced.kinds[each].num_parameters for each in traced.order)))
+    if not policy.uses_fsdp:
+        return with_gathered(event, sharding.gathered_top)
+    gathered, reduced = (
+        gathered_kinds(configuration, policy, step.dims),
+        reduced_kinds(configuration, policy, step.dims),
+    )
+    of_blocks = sum(
+        gathered[each] for each in traced.order[max(0, place - policy.reference.prefetched_blocks) : place + 1]
+    )
+    if configuration.strategy.sharding.facts.keeps_weights_gathered:
+        of_blocks = sum(gathered[each] for each in traced.order[: place + 1])
+    root = sharding.gathered_bottom - gathered[traced.order[0]] if place == 0 else sharding.root
+    event["reduce_scatter"] = sharding.reduce_head if place == last else reduced[traced.order[place + 1]]
+    return with_gathered(event, max(root, sharding.root) + of_blocks)
+
+
+def _gradient_widths(step: StepMemory) -> Widths:
+    """Bytes of an element of a gradient that the block at work has made."""
+    policy = step.policy
+    if policy.uses_fsdp:
+        return Widths(made=policy.compute_bytes, fresh=0)
+    width = policy.trained_bytes if policy.is_frozen else policy.weight_bytes
+    is_added = step.holds_earlier_gradients or policy.updates_in_backward
+    return Widths(made=0, fresh=width) if is_added else Widths(made=width, fresh=0)
+
+
+def _finished(step: StepMemory, backward: Event, after: int, in_blocks: int) -> Event:
+    """Gradients of blocks with `after` of all `in_blocks` parameters, which are complete, and of the head."""
+    policy, dims, states = step.policy, step.dims, step.states
+    if policy.is_frozen:
+        finished = states.gradients * after // in_blocks
+    else:
+        finished = _share_of(step, after + (dims.head if step.sharding.reduce_head else 0))
+    if step.waits_for_last_micro_batch and not policy.is_frozen:
+        waiting = in_blocks - after + dims.root - (dims.head if step.sharding.reduce_head else 0)
+        return {"gradients": min(backward["gradients"], policy.reduce_bytes * waiting) + finished}
+    if not step.holds_earlier_gradients and not policy.updates_in_backward:
+        return {"gradients": finished}
+    if step.sharding.holds_gradients and "gradients" in backward:
+        not_yet = 0 if policy.is_frozen else policy.weight_bytes * (in_blocks - after)
+        return {"gradients": _gradients_with_buckets(step, not_yet + _table(step))}
+    return {}
 
 
 def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
@@ -430,6 +559,12 @@ def _gradients_complete(step: StepMemory, backward: Event) -> Event:
     is_split = bool(step.sharding.reduce_head)
     event = {**backward, "activations": 0 if is_split else step.blocks.boundary}
     event["fresh_gradients"] = table_gradients(step)
+    if step.dims.traced is not None:
+        run = run_of(step.configuration, step.policy, step.dims)
+        worst = worst_end(run, run.trace.before)
+        others = max(0, round(worst.gradients) - step.dims.embedding)
+        event["activations"] = round(worst.held)
+        event["fresh_gradients"] += 0 if step.policy.is_frozen else step.policy.weight_bytes * others
     return {**with_gathered(event, step.sharding.gathered_end), **gradients_at_end(step, backward)}
 
 

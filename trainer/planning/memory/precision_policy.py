@@ -17,6 +17,7 @@ transformers' modelling files are listed by model type only if no field of a con
 Everything here is a function of model, configuration and device alone.
 """
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, o
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.model.blocks import Adapter, TracedBlocks
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import (
     Attention,
@@ -56,8 +58,7 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
     block: int
     attention: int  # of those, weights of attention
     block_linears: int  # weights of the linear layers of all blocks
-    wide_linears: int  # of those, what a base that is stored in 4 bit holds in 16 bit
-    quant: Quant | None  # of such a base
+    quant: Quant | None  # of a base that is stored in 4 bit
     embedding: int
     head: int  # 0 where tied
     parameters: int
@@ -98,12 +99,74 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
     caps_scores: bool
     caps_logits: bool
     has_hidden_dropout: bool
+    kinds: tuple[tuple[int, tuple[Linear, ...]], ...]  # number of blocks and linear layers of each kind of block
+    packed_linears: (
+        int  # of block_linears, what a 4-bit base packs: those of linear modules, or what its files have packed
+    )
+    traced: TracedBlocks | None = None
+
+    def matrices_of_all(self) -> Iterator[tuple[int, int, int]]:
+        """(inputs, outputs, copies) of the linear layers of all blocks."""
+        for num_blocks, linears in self.kinds:
+            for linear in linears:
+                yield linear.num_inputs, linear.num_outputs, num_blocks * linear.num_copies
 
 
 @lru_cache(maxsize=64)
-def dims_of(shape: ModelShape) -> Dims:
+def dims_of(shape: ModelShape, *, uses_traces: bool = True) -> Dims:
     """The sizes that the formulas use."""
+    dims = _dims(shape)
+    if shape.traced is not None and uses_traces:
+        dims = _of_kinds(dims, shape.traced)
+    return dims if shape.packed_linears is None else replace(dims, packed_linears=shape.packed_linears)
+
+
+def dims_for(shape: ModelShape, configuration: Configuration) -> Dims:
+    """The sizes for a configuration: blocks are traced in plain torch, so that a closed form, if any, counts others."""
+    is_plain = not (configuration.compile or configuration.fused_kernels)
+    is_as_traced = is_plain and configuration.checkpointing in TRACED_CHECKPOINTING
+    return dims_of(shape, uses_traces=shape.is_described or is_as_traced)
+
+
+TRACED_CHECKPOINTING = (Checkpointing.NONE, Checkpointing.FULL, Checkpointing.EVERY_N)
+
+
+def _of_kinds(dims: Dims, traced: TracedBlocks) -> Dims:
+    """The sizes of a model whose blocks are of the traced kinds; those of one block are of the largest kind."""
+    kinds = tuple((traced.order.count(number), kind) for number, kind in enumerate(traced.kinds))
+    largest = max(traced.kinds, key=lambda kind: kind.num_parameters)
+    in_blocks = sum(count * kind.num_parameters for count, kind in kinds)
+    return replace(
+        dims,
+        linear=sum(each.num_copies * each.num_inputs * each.num_outputs for each in largest.linears),
+        block=largest.num_parameters,
+        block_linears=sum(
+            count * each.num_copies * each.num_inputs * each.num_outputs
+            for count, kind in kinds
+            for each in kind.linears
+        ),
+        root=dims.parameters - in_blocks,
+        largest_tensor=max(
+            dims.embedding, *(rows * elements for _, kind in kinds for rows, elements, _ in kind.tensors)
+        ),
+        kinds=tuple((count, kind.linears) for count, kind in kinds),
+        packed_linears=_packed((count, kind.linears) for count, kind in kinds),
+        traced=traced,
+    )
+
+
+def _packed(kinds: Iterable[tuple[int, tuple[Linear, ...]]]) -> int:
+    return sum(
+        count * each.num_copies * each.num_inputs * each.num_outputs
+        for count, linears in kinds
+        for each in linears
+        if each.is_linear_module
+    )
+
+
+def _dims(shape: ModelShape) -> Dims:
     linears = shape.linears
+    kinds = ((shape.num_layers - shape.num_dense_layers, linears), (shape.num_dense_layers, shape.dense_linears))
     return Dims(
         vocab=shape.vocab_size,
         hidden=shape.hidden_size,
@@ -118,7 +181,6 @@ def dims_of(shape: ModelShape) -> Dims:
         block=shape.parameters_per_block,
         attention=sum(linear.num_inputs * linear.num_outputs for linear in _attention_linears(shape)),
         block_linears=shape.linear_parameters,
-        wide_linears=shape.wide_linears,
         quant=shape.quant,
         embedding=shape.embedding_parameters,
         head=shape.head_parameters,
@@ -138,6 +200,8 @@ def dims_of(shape: ModelShape) -> Dims:
         ),
         **_bare_adapters(shape),
         matrices=tuple((linear.num_inputs, linear.num_outputs, linear.num_copies) for linear in linears),
+        kinds=kinds,
+        packed_linears=_packed(kinds),
         **_structure(shape),
     )
 
@@ -208,12 +272,32 @@ def _structure(shape: ModelShape) -> dict[str, Any]:
 
 
 def adapter_parameters(configuration: Configuration, dims: Dims) -> int:
-    """Elements of the adapters of one block, magnitudes of DoRA included; 0 where the method has none."""
+    """Elements of the adapters of one block, the largest, with magnitudes of DoRA; 0 where the method has none."""
     if configuration.method not in (Method.LORA, Method.QLORA):
         return 0
+    if dims.traced is not None:
+        return max(
+            sum(each.num_elements for each in kind) for kind in traced_adapters(dims.traced, configuration.method)
+        )
     adapted = adapted_linears(configuration, dims)
     elements = sum(i + o for _, i, o in adapted) + (dims.bare_adapter_elements if adapts_all(configuration) else 0)
     return configuration.lora.rank * elements + (sum(o for _, _, o in adapted) if configuration.lora.dora else 0)
+
+
+def adapter_elements(configuration: Configuration, dims: Dims) -> int:
+    """Elements of the adapters of all blocks, magnitudes of DoRA included."""
+    if dims.traced is None:
+        return dims.layers * adapter_parameters(configuration, dims)
+    of_kinds = traced_adapters(dims.traced, configuration.method)
+    counts = (count for count, _ in dims.kinds)
+    return sum(count * sum(each.num_elements for each in kind) for count, kind in zip(counts, of_kinds, strict=True))
+
+
+def traced_adapters(traced: TracedBlocks, method: Method) -> tuple[tuple[Adapter, ...], ...]:
+    """The adapters of each kind of block; none for methods without."""
+    runs = [run for run in traced.modes if run.adapters] if method.freezes_base else []
+    same = next((run for run in runs if run.mode.method is method), runs[0] if runs else None)
+    return ((),) * len(traced.kinds) if same is None else same.adapters
 
 
 def adapts_all(configuration: Configuration) -> bool:
@@ -231,6 +315,7 @@ __all__ = [
     "Dims",
     "PrecisionPolicy",
     "adapted_linears",
+    "adapter_elements",
     "adapter_parameters",
     "adapts_all",
     "attention_kernel",
@@ -238,6 +323,7 @@ __all__ = [
     "policy_of",
     "policy_of_one",
     "shard_degree",
+    "traced_adapters",
 ]
 
 

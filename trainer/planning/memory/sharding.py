@@ -26,7 +26,12 @@ and a gathered or reduced tensor is as large as its padded form.
 """
 
 from shardwise.trainer.planning.configuration import Configuration, once
-from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy, adapter_parameters
+from shardwise.trainer.planning.memory.precision_policy import (
+    Dims,
+    PrecisionPolicy,
+    adapter_parameters,
+    traced_adapters,
+)
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.plan import Buckets
@@ -41,12 +46,24 @@ def share(num_elements: int, degree: int) -> int:
 
 @once
 def block_shard(dims: Dims, degree: int) -> int:
-    """Elements of one block on the first rank."""
+    """Elements of one block on the first rank, of the largest kind."""
+    if dims.traced is not None:
+        return max(shards_of_kinds(dims, degree))
     linear = sum(
         share(copies, degree) * num_inputs * num_outputs if copies > 1 else share(num_outputs, degree) * num_inputs
         for num_inputs, num_outputs, copies in dims.matrices
     )
     return linear + share(dims.block - dims.linear, degree)
+
+
+@once
+def shards_of_kinds(dims: Dims, degree: int) -> tuple[int, ...]:
+    """Elements of a block of each traced kind on the first rank."""
+    assert dims.traced is not None
+    return tuple(
+        sum(count * share(rows, degree) * elements for rows, elements, count in kind.tensors)
+        for kind in dims.traced.kinds
+    )
 
 
 def table_shard(dims: Dims, degree: int) -> int:
@@ -57,10 +74,14 @@ def table_shard(dims: Dims, degree: int) -> int:
 def largest_shard(dims: Dims, degree: int) -> int:
     """Elements of the whole model on the first rank."""
     num_tables = 1 if dims.is_tied else 2
-    rest = dims.parameters - dims.layers * dims.block - num_tables * dims.embedding
-    return (
-        dims.layers * block_shard(dims, degree) + num_tables * table_shard(dims, degree) + share(max(0, rest), degree)
-    )
+    if dims.traced is None:
+        rest, blocks = dims.parameters - dims.layers * dims.block, dims.layers * block_shard(dims, degree)
+    else:
+        counts = (count for count, _ in dims.kinds)
+        rest = dims.root
+        blocks = sum(count * each for count, each in zip(counts, shards_of_kinds(dims, degree), strict=True))
+    rest -= num_tables * dims.embedding
+    return blocks + num_tables * table_shard(dims, degree) + share(max(0, rest), degree)
 
 
 class ShardingMemory(Value, frozen=True, kw_only=True):
@@ -124,6 +145,8 @@ def accumulated_gradients(
 
 
 def _gathered_block(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
+    if dims.traced is not None:
+        return max(gathered_kinds(configuration, policy, dims))
     adapters = policy.compute_bytes * adapter_parameters(configuration, dims)
     if configuration.method is Method.QLORA:
         return dims.linear // 2 + policy.compute_bytes * (dims.block - dims.linear) + adapters
@@ -131,11 +154,50 @@ def _gathered_block(configuration: Configuration, policy: PrecisionPolicy, dims:
     return policy.compute_bytes * max(padded, dims.block) + adapters
 
 
+def _all_blocks(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
+    if dims.traced is None:
+        return dims.layers * _gathered_block(configuration, policy, dims)
+    of_kinds = gathered_kinds(configuration, policy, dims)
+    return sum(of_kinds[kind] for kind in dims.traced.order)
+
+
+def gathered_kinds(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> tuple[int, ...]:
+    """Bytes of a gathered block of each traced kind."""
+    assert dims.traced is not None
+    adapters = traced_adapters(dims.traced, configuration.method)
+    found = []
+    for kind, shard, adapted in zip(
+        dims.traced.kinds, shards_of_kinds(dims, policy.shard_degree), adapters, strict=True
+    ):
+        elements = policy.shard_degree * shard if policy.uses_fsdp else kind.num_parameters
+        num_bytes = policy.compute_bytes * (elements + sum(each.num_elements for each in adapted))
+        if configuration.method is Method.QLORA:
+            packed = sum(each.num_parameters for each in kind.linears if each.is_linear_module)
+            num_bytes -= packed * policy.compute_bytes - packed // 2
+        found.append(num_bytes)
+    return tuple(found)
+
+
+def reduced_kinds(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> tuple[int, ...]:
+    """Bytes of the reduce-scatter input of a block of each traced kind."""
+    assert dims.traced is not None
+    degree = policy.shard_degree
+    if policy.is_frozen:
+        elements = [
+            sum(each.num_elements for each in kind) for kind in traced_adapters(dims.traced, configuration.method)
+        ]
+    else:
+        elements = [degree * each for each in shards_of_kinds(dims, degree)]
+    return tuple(policy.reduce_bytes * each for each in elements)
+
+
 def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> ShardingMemory:
     """fully_shard or FSDP1; gathers and reductions of neighbouring groups overlap, so two are alive at a time."""
     c, reference, block = policy.compute_bytes, policy.reference, _gathered_block(configuration, policy, dims)
     root = c * dims.root
-    whole = dims.layers * block if configuration.strategy.sharding.facts.keeps_weights_gathered else 0
+    whole = (
+        _all_blocks(configuration, policy, dims) if configuration.strategy.sharding.facts.keeps_weights_gathered else 0
+    )
     prefetched = min(dims.layers - 1, reference.prefetched_blocks) * block
     degree = policy.shard_degree
     trained = adapter_parameters(configuration, dims) if policy.is_frozen else degree * block_shard(dims, degree)
@@ -185,7 +247,7 @@ def _zero3(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) ->
     buckets = configuration.buckets or default_buckets(dims)
     block, c = _gathered_block(configuration, policy, dims), policy.compute_bytes
     head = c * max(dims.embedding, dims.head)
-    whole = dims.layers * block + c * dims.root
+    whole = _all_blocks(configuration, policy, dims) + c * dims.root
     # The layers that run are gathered even beyond the limit.
     at_work = max(block, head) + c * buckets.prefetch_elements
     gathered = min(whole, max(at_work, c * buckets.live_parameters))

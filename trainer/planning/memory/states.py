@@ -49,9 +49,10 @@ from shardwise.trainer.planning.memory.precision_policy import (
     Dims,
     PrecisionPolicy,
     adapted_linears,
-    adapter_parameters,
+    adapter_elements,
     adapts_all,
     policy_of,
+    traced_adapters,
 )
 from shardwise.trainer.planning.memory.sharding import largest_shard, share
 from shardwise.trainer.spec.engines import Offload
@@ -105,8 +106,7 @@ def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Di
     sharding = configuration.strategy.sharding
     degree, width = policy.shard_degree, policy.trained_bytes
     trained_degree = 1 if policy.replicates_adapters else degree
-    adapter_elements = dims.layers * adapter_parameters(configuration, dims)
-    trained = adapter_elements if policy.is_frozen else dims.parameters
+    trained = adapter_elements(configuration, dims) if policy.is_frozen else dims.parameters
     shards_weights = sharding.shards_weights
     weight_degree = degree if shards_weights else 1
     weights, quant_state = _base_weights(configuration, policy, dims, weight_degree)
@@ -180,7 +180,7 @@ def _base_weights(configuration: Configuration, policy: PrecisionPolicy, dims: D
     """(weights, quantisation scales) of the base model on one rank."""
     if configuration.method is not Method.QLORA:
         return share(policy.weight_bytes * dims.parameters, degree), 0
-    quantised = dims.block_linears - dims.wide_linears
+    quantised = dims.packed_linears
     packed = round(NF4_WEIGHT_BYTES * quantised)
     scales = round(
         NF4_SCALE_BYTES[dims.quant or policy.reference.quant or configuration.quant] * quantised
@@ -267,6 +267,12 @@ def state_tensors(
 
 def _adapters(configuration: Configuration, dims: Dims) -> Iterator[tuple[int, int]]:
     rank = configuration.lora.rank
+    if dims.traced is not None:
+        of_kinds = zip(dims.kinds, traced_adapters(dims.traced, configuration.method), strict=True)
+        for (num_blocks, _), adapters in of_kinds:
+            for each in adapters:
+                yield each.num_elements // each.num_tensors, num_blocks * each.num_tensors
+        return
     for _, num_inputs, num_outputs in adapted_linears(configuration, dims):
         yield rank * num_inputs, dims.layers
         yield rank * num_outputs, dims.layers
@@ -278,10 +284,8 @@ def _adapters(configuration: Configuration, dims: Dims) -> Iterator[tuple[int, i
 
 def _weights(dims: Dims) -> Iterator[tuple[int, int]]:
     """Matrices and tables as they are; what remains, norms and biases, is taken to have the width of the model."""
-    shares = sum(num_inputs * num_outputs * copies for num_inputs, num_outputs, copies in dims.matrices)
-    for num_inputs, num_outputs, copies in dims.matrices:  # blocks of another kind in the same proportions
-        size = num_inputs * num_outputs
-        yield size, round(dims.block_linears * copies / shares)
+    for num_inputs, num_outputs, copies in dims.matrices_of_all():
+        yield num_inputs * num_outputs, copies
     yield dims.embedding, 1
     if dims.head:
         yield dims.head, 1
@@ -323,7 +327,7 @@ def optimizer_bytes(
         largest = _largest(facts, policy, dims, tensors, num_trained=num_trained)
         temporaries = _temporaries(optimizer, policy, num_trained, largest)
     else:
-        largest = max(i * o * copies for i, o, copies in dims.matrices)
+        largest = max(each.num_inputs * each.num_outputs * each.num_copies for _, kind in dims.kinds for each in kind)
         others = 0 if policy.is_frozen else num_trained - dims.block_linears
         of_matrices = facts.matrix_scratch.num_bytes(width=width, num_elements=largest, largest=largest)
         temporaries = max(of_matrices, _temporaries(optimizer, policy, others, others))
@@ -377,13 +381,13 @@ def _temporaries(optimizer: Optimizer, policy: PrecisionPolicy, num_elements: in
 
 def _projection_bytes(dims: Dims) -> int:
     """Bytes of a new projector: the gradient in fp32, on which the decomposition works, and two sets of vectors."""
-    return max(4 * (2 * i * o + min(i, o) * (min(i, o) + max(i, o))) for i, o, _ in dims.matrices)
+    return max(4 * (2 * i * o + min(i, o) * (min(i, o) + max(i, o))) for i, o, _ in dims.matrices_of_all())
 
 
 def _rows_and_columns(dims: Dims) -> int:
-    per_block = sum(copies * (i + o) for i, o, copies in dims.matrices) + 2 * dims.hidden
+    in_blocks = sum(copies * (i + o) for i, o, copies in dims.matrices_of_all()) + dims.layers * 2 * dims.hidden
     tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
-    return dims.layers * per_block + tables + dims.hidden
+    return in_blocks + tables + dims.hidden
 
 
 def _galore_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
@@ -392,22 +396,22 @@ def _galore_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: D
     moments, projectors = _galore_elements(configuration, dims)
     if optimizer.facts.state is StateKind.FACTORED:
         projected = 0
-        for num_inputs, num_outputs, copies in dims.matrices:
+        for num_inputs, num_outputs, copies in dims.matrices_of_all():
             rank = min(configuration.galore.rank, num_inputs, num_outputs)
             projected += copies * (rank + max(num_inputs, num_outputs))
-        projected += 2 * dims.hidden  # the norms, unfactored
+        projected += dims.layers * 2 * dims.hidden  # the norms, unfactored
         tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
-        return 4 * (dims.layers * projected + tables + dims.hidden) + 4 * projectors
+        return 4 * (projected + tables + dims.hidden) + 4 * projectors
     return round(moments * (1.0 if optimizer.facts.is_8bit else float(width))) + projectors * width
 
 
 def _galore_elements(configuration: Configuration, dims: Dims) -> tuple[int, int]:
     """(elements of all moments, elements of all projectors): low rank in the blocks' matrices, full elsewhere."""
     moments = projectors = 0
-    for num_inputs, num_outputs, copies in dims.matrices:
+    for num_inputs, num_outputs, copies in dims.matrices_of_all():
         long, short = max(num_inputs, num_outputs), min(num_inputs, num_outputs)
         rank = min(configuration.galore.rank, short)
         moments += copies * 2 * rank * long
         projectors += copies * rank * short
     outside = dims.parameters - dims.block_linears
-    return dims.layers * moments + 2 * outside, dims.layers * projectors
+    return moments + 2 * outside, projectors

@@ -45,7 +45,7 @@ PEAK = {
     (True, Method.QLORA): Compared(num_rows=18, error=0.30),
 }
 CPU_PEAK = 0.02
-ASSUMED_SPEED = 1.0  # a factor of two: of a CPU, and of a card that is rated by its driver's report
+ASSUMED_SPEED = 1.0  # a factor of two: of a CPU, of a card that is rated by its driver's report, of a traced model
 TRIAL_SPEED = 0.05  # three steps of the very configuration
 FIRM_RUNS = 3  # whose spread is a range
 
@@ -82,6 +82,7 @@ def time_error(context: PlanningContext, candidate: Candidate) -> float | None:
         prediction_error(configuration_of(context, candidate)),
     )
     num_runs, spread = correction.step.num_runs, 2 * (correction.step.spread or 0.0)
+    usual = max(usual, ASSUMED_SPEED if context.shape.is_described else 0.0)  # of its type no step was timed
     learned = max(spread, TRIAL_SPEED if num_runs >= FIRM_RUNS else usual / (num_runs + 1))
     return learned if correction.is_of_class else max(learned, of_configuration)
 
@@ -93,6 +94,8 @@ def _correction(context: PlanningContext, candidate: Candidate) -> Correction:
 def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
     """The first property of a configuration that no published peak has; None if measurements cover its kind."""
     row = candidate.strategy
+    if context.shape.is_described:
+        return f"models of type {context.shape.model_type}"
     if context.is_cpu:
         return None
     found = (
@@ -114,10 +117,10 @@ def peak_error(context: PlanningContext, candidate: Candidate) -> float | None:
     peak = _correction(context, candidate).peak
     if peak.num_runs:
         return max(CPU_PEAK, 2 * (peak.spread or abs(peak.measured - 1)))
-    if context.is_cpu:
-        return CPU_PEAK
     if not_compared(context, candidate) is not None:
         return None
+    if context.is_cpu:
+        return CPU_PEAK
     return PEAK[_kind(candidate)].error
 
 

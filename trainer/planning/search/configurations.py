@@ -90,12 +90,12 @@ def optimizers_in_backward(context: PlanningContext, first: Configuration) -> tu
 def checkpointings(context: PlanningContext) -> tuple[Checkpointing, ...]:
     """Kinds of recomputation: of every block, selective, none.
 
-    Selective recomputation saves more of frozen blocks than they save without it.
+    Selective recomputation saves more of frozen blocks than they save without it, and has no trace.
     """
     pinned = context.job.pin.checkpointing
     if pinned is not None:
         return (pinned,)
-    if not context.method.freezes_base:
+    if not context.method.freezes_base and not context.shape.is_described:
         return (Checkpointing.FULL, Checkpointing.SELECTIVE, Checkpointing.NONE)
     return (Checkpointing.FULL, Checkpointing.NONE)
 
@@ -128,7 +128,7 @@ def compiles(context: PlanningContext) -> tuple[bool, ...]:
     """Eager, or torch.compile, whose seconds before the first step count as well (`compile_seconds`).
 
     Not on a CPU: there the compiled quickstart took 0.2636 s a step and the eager one 0.2642 s. Nor for a model without
-    a closed form, whose memory is that of an eager dry run, or one whose blocks failed to compile here.
+    a closed form, whose blocks were traced eagerly, or one whose blocks failed to compile here.
     """
     pinned = context.job.pin.compile
     if pinned is not None:
@@ -141,9 +141,10 @@ def fuses_kernels(context: PlanningContext, configuration: Configuration) -> boo
     """Liger's kernels in the blocks of `configuration`, where they run eagerly because compilation is not to be had.
 
     With torch.compile the same operations are fused; without, these kernels need less memory and time than plain torch.
+    Not of a model without a closed form, whose blocks were traced in plain torch.
     """
     pinned = context.job.pin.fused_kernels
-    if pinned is not None or True in compiles(context):
+    if pinned is not None or context.shape.is_described or True in compiles(context):
         return bool(pinned)
     return obstacle_to(context, replace(configuration, fused_kernels=True)) is None
 

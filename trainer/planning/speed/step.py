@@ -51,7 +51,13 @@ import math
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, same_for_all
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS, block_activations, liger_slice_tokens
-from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of, shard_degree
+from shardwise.trainer.planning.memory.precision_policy import (
+    attention_kernel,
+    dims_for,
+    dims_of,
+    policy_of,
+    shard_degree,
+)
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
 from shardwise.trainer.planning.speed import constants as constants
@@ -71,6 +77,7 @@ from shardwise.trainer.planning.speed.work import (
     elementwise_bytes,
     is_autocast,
     operators,
+    per_token,
     recomputation,
     tokens_computed,
     trained_parameters,
@@ -93,10 +100,10 @@ def flops_per_token(shape: ModelShape, seq_len: int, method: Method) -> float:
 
     The convention of llm-foundry and torchtitan: N includes embeddings, attention counts as if it were not causal,
     recomputation does not count. Of experts N counts those a token passes. A frozen base needs no gradient of its
-    weights: 4 N + 12 L q s.
+    weights: 4 N + 12 L q s. L q of a traced model counts its blocks with attention alone.
     """
     per_parameter, work = 4.0 if method.freezes_base else 6.0, work_of(shape)
-    return per_parameter * work.used_parameters + 12.0 * work.blocks * shape.query_size * seq_len
+    return per_parameter * work.used_parameters + 12.0 * work.attended * seq_len
 
 
 def estimate_speed(shape: ModelShape, configuration: Configuration, device: Device) -> SpeedEstimate:
@@ -344,7 +351,7 @@ def activation_waits(
     The bytes are those that `memory.activations` counts. They move out during the forward and back during the backward,
     where half of the weights that cross PCIe as well (`moved_s`) take the same direction.
     """
-    dims = dims_of(shape)
+    dims = dims_for(shape, configuration)
     blocks = block_activations(configuration, policy_of(configuration, device, dims), dims)
     moved = blocks.offloaded / rates_of(configuration, device).pcie
     forward = micro_s * _forward_share(configuration)
@@ -478,12 +485,17 @@ def device_seconds(
     if configuration.method is Method.QLORA:  # four bits in, sixteen out
         bytes_moved += (passes.products) * 2.5 * work.linear_parameters
     if adapters.count:
-        seconds += passes.adapter_products * 2 * tokens * configuration.lora.rank * adapters.sizes / rates.matmul
+        products = 2 * tokens * configuration.lora.rank * (adapters.sizes - adapters.of_experts)
+        seconds += passes.adapter_products * products / rates.matmul
         if configuration.lora.dora:  # both matrices times an identity matrix, to no gradient
             products = 2 * configuration.lora.rank * (adapters.squares + adapters.weights)
             seconds += passes.weight_norms * products / rates.matmul
             bytes_moved += passes.weight_norms * weight_norm_bytes(configuration, adapters)
-    if is_autocast(configuration) and not configuration.method.freezes_base:
+    if work.traced is not None:
+        flops = per_token(configuration, work.traced, lambda part: part.flops) / rates.matmul
+        flops += per_token(configuration, work.traced, lambda part: part.fp32_flops) / rates.fp32
+        seconds += passes.retained_scores * tokens * flops
+    elif is_autocast(configuration) and not configuration.method.freezes_base:
         bytes_moved += _CAST_BYTES * passes.products * work.linear_parameters
     bytes_moved += passes.elementwise * tokens * elementwise_bytes(configuration, work, adapters)
     seconds += _attention_seconds(shape, configuration, work, rates, device, passes)
@@ -528,6 +540,8 @@ def _attention_seconds(
         if kernel is AttentionKernel.EFFICIENT:
             seconds += passes.elementwise * tokens * _repeated_bytes(shape, configuration) / rates.memory
         return seconds
+    if work.traced is not None:
+        return 0.0  # among its products without weights
     scores = tokens * row * (work.scored + work.scored_in_window)
     moved = SCORE_BYTES * scores / shape.head_dim
     return passes.retained_scores * (4 * scores / rates.matmul + moved / rates.memory)

@@ -20,12 +20,16 @@ layer, 6 a norm, 10 for rotary embeddings, 10 an adapter, 30 with DoRA, 8 an NF4
 block's experts: transformers sorts tokens by expert and multiplies in groups, however many experts there are.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
+from shardwise.trainer.planning.memory.precision_policy import traced_adapters
 from shardwise.trainer.planning.memory.reference_trainers import reference_of
+from shardwise.trainer.planning.memory.traced import mode_of, nearest
+from shardwise.trainer.spec.model.blocks import Amount, ModeTrace, Part, TracedBlocks
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.value import Value
 
 # Bytes of a logit through memory in forward and backward; chunked computes its slices twice in plain torch.
@@ -69,6 +73,7 @@ class Work(Value, frozen=True, kw_only=True):
     routed: int
     scored: int  # query elements in blocks that see the whole row
     scored_in_window: int
+    attended: float  # query elements in all blocks with attention
     blocks: int
     linear_operators: int
     plain_operators: int
@@ -76,6 +81,7 @@ class Work(Value, frozen=True, kw_only=True):
     has_layer_norm: bool
     is_gated: bool
     has_dropout: bool
+    traced: TracedBlocks | None = None
 
 
 class Adapters(Value, frozen=True, kw_only=True):
@@ -86,10 +92,11 @@ class Adapters(Value, frozen=True, kw_only=True):
     outputs: int = 0
     squares: int = 0  # of the inputs
     weights: int = 0  # elements of the adapted layers
+    of_experts: int = 0  # inputs and outputs of experts in one tensor, whose weights are made anew
 
     @property
     def sizes(self) -> int:
-        return self.inputs + self.outputs
+        return self.inputs + self.outputs + self.of_experts
 
 
 _NO_ADAPTERS = Adapters()
@@ -109,6 +116,10 @@ def work_of(shape: ModelShape) -> Work:
     plain = 8 + shape.num_norms * (1 if has_layer_norm else 6) + (10 if rotates else 0) + 1 + shape.is_gated
     fused = 8 + shape.num_norms + (2 if rotates else 0) + 1
     windowed = shape.num_sliding_layers if shape.sliding_window else 0
+    scored, scored_in_window = (blocks - windowed) * query, windowed * query
+    traced = shape.timed
+    if traced is not None:
+        scored, scored_in_window = _scored(shape, traced)
     return Work(
         linears=groups,
         linear_inputs=sum(group.num_layers * group.num_used * group.inputs for group in groups),
@@ -126,8 +137,9 @@ def work_of(shape: ModelShape) -> Work:
         moved=blocks * (query + kv),
         activated=blocks * shape.ffn_size * shape.experts_per_token + _shared_experts(shape),
         routed=(blocks - shape.num_dense_layers) * hidden * shape.experts_per_token if shape.num_experts > 1 else 0,
-        scored=(blocks - windowed) * query,
-        scored_in_window=windowed * query,
+        scored=scored,
+        scored_in_window=scored_in_window,
+        attended=blocks * query if traced is None else _attended(traced),
         blocks=blocks,
         linear_operators=linears,
         plain_operators=blocks * plain + linears + expert_operators,
@@ -135,15 +147,26 @@ def work_of(shape: ModelShape) -> Work:
         has_layer_norm=has_layer_norm,
         is_gated=shape.is_gated,
         has_dropout=shape.hidden_dropout > 0,
+        traced=traced,
     )
+
+
+def traced_run(configuration: Configuration, traced: TracedBlocks) -> ModeTrace:
+    """The traced run that is nearest to a configuration."""
+    return nearest(traced, mode_of(configuration, is_autocast=is_autocast(configuration)))
+
+
+def per_token(configuration: Configuration, traced: TracedBlocks, amount_of: Callable[[Part], Amount]) -> float:
+    """An amount of one forward of all parts, of one token of a micro batch."""
+    run, length = traced_run(configuration, traced), configuration.policy.longest_seq or configuration.seq_len
+    tokens = tokens_computed(configuration)
+    parts = (run.before, run.after, *(run.blocks[kind] for kind in traced.order))
+    return sum(amount_of(part).at(tokens, length) for part in parts) / tokens
 
 
 def _groups(shape: ModelShape) -> tuple[LinearWork, ...]:
     counts: dict[tuple[int, int, int, int], int] = {}
-    for num_blocks, linears in (
-        (shape.num_layers - shape.num_dense_layers, shape.linears),
-        (shape.num_dense_layers, shape.dense_linears),
-    ):
+    for num_blocks, linears in _kinds(shape):
         for linear in linears if num_blocks else ():
             key = (linear.num_inputs, linear.num_outputs, linear.num_copies, linear.num_used)
             counts[key] = counts.get(key, 0) + num_blocks
@@ -151,6 +174,32 @@ def _groups(shape: ModelShape) -> tuple[LinearWork, ...]:
         LinearWork(num_layers=count, inputs=inputs, outputs=outputs, num_copies=copies, num_used=used)
         for (inputs, outputs, copies, used), count in counts.items()
     )
+
+
+def _kinds(shape: ModelShape) -> list[tuple[int, tuple[Linear, ...]]]:
+    """(number of blocks, linear layers of one) of each kind of block."""
+    if shape.timed is not None:
+        return [(shape.timed.order.count(place), kind.linears) for place, kind in enumerate(shape.timed.kinds)]
+    return [
+        (shape.num_layers - shape.num_dense_layers, shape.linears),
+        (shape.num_dense_layers, shape.dense_linears),
+    ]
+
+
+def _attended(traced: TracedBlocks) -> float:
+    return sum(traced.modes[0].blocks[kind].attended for kind in traced.order)
+
+
+def _scored(shape: ModelShape, traced: TracedBlocks) -> tuple[int, int]:
+    """Query elements of all blocks that see the whole row, and of those with a window, where a kernel reads them."""
+    run = next((run for run in traced.modes if run.mode.attention is not Attention.EAGER), traced.modes[0])
+    whole = windowed = 0.0
+    for kind in traced.order:
+        if traced.kinds[kind].window == shape.sliding_window is not None:
+            windowed += run.blocks[kind].scored
+        else:
+            whole += run.blocks[kind].scored
+    return round(whole), round(windowed)
 
 
 def _shared_experts(shape: ModelShape) -> int:
@@ -163,7 +212,25 @@ def _shared_experts(shape: ModelShape) -> int:
 
 def adapters_of(shape: ModelShape, configuration: Configuration) -> Adapters:
     """The adapters of a setting; none for methods without."""
+    if shape.timed is not None and configuration.method.freezes_base:
+        return _traced_adapters(shape.timed, configuration.method, configuration.lora.rank)
     return _adapters(shape, configuration.lora.targets) if configuration.method.freezes_base else _NO_ADAPTERS
+
+
+@lru_cache(maxsize=16)
+def _traced_adapters(traced: TracedBlocks, method: Method, rank: int) -> Adapters:
+    found = [(traced.order.count(place), kind) for place, kind in enumerate(traced_adapters(traced, method))]
+    modules = [(count, each) for count, kind in found for each in kind if each.num_inputs]
+    return Adapters(
+        count=sum(count for count, _ in modules),
+        inputs=sum(count * each.num_inputs for count, each in modules),
+        outputs=sum(count * each.num_outputs for count, each in modules),
+        squares=sum(count * each.num_inputs**2 for count, each in modules),
+        weights=sum(count * each.num_inputs * each.num_outputs for count, each in modules),
+        of_experts=sum(
+            count * each.num_elements // rank for count, kind in found for each in kind if not each.num_inputs
+        ),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -221,6 +288,8 @@ def is_autocast(configuration: Configuration) -> bool:
 
 def elementwise_bytes(configuration: Configuration, work: Work, adapters: Adapters) -> float:
     """Bytes that one token moves outside matrix products in one forward of all blocks."""
+    if work.traced is not None:
+        return per_token(configuration, work.traced, lambda part: part.moved)
     is_fused, width = has_fused_kernels(configuration), configuration.strategy.precision.compute_bytes / 2
     casts = is_autocast(configuration) and not configuration.method.freezes_base
     residual = configuration.policy.residual_bytes or (4 if casts else 2 * width)
@@ -276,6 +345,9 @@ def operators(configuration: Configuration, work: Work, adapters: Adapters) -> i
     is_fused = has_fused_kernels(configuration)
     count = work.fused_operators if is_fused else work.plain_operators
     count += (4 if configuration.compile else 10) * (3 if configuration.lora.dora else 1) * adapters.count
+    if work.traced is not None:
+        run = traced_run(configuration, work.traced)
+        count = sum(run.blocks[kind].operators for kind in work.traced.order)
     if configuration.method is Method.QLORA:
         count += (2 if configuration.compile else 8) * work.linear_operators
     if configuration.strategy.sharding.is_replicated:

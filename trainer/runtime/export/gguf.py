@@ -47,6 +47,7 @@ from shardwise.trainer.runtime.data.chat.template import (
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, named_tokens
 from shardwise.trainer.runtime.export.check import SAME, check_logits, logits_of, prompt_ids, relative_difference
 from shardwise.trainer.runtime.export.folder import end_of_turn_id, read_tokenizer, tokenizer_difference
+from shardwise.trainer.runtime.models.configs import config_of
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.worker_requests import GgufType
 from shardwise.trainer.spec.packages import extra_line
@@ -114,8 +115,7 @@ def check_gguf_request(config: Mapping[str, Any]) -> None:
             f"--format gguf: {config['model_type']} is not among the architectures that are written here "
             f"({', '.join(_ARCHITECTURES)});\n{_ELSEWHERE}"
         )
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
-    _check_settings(AutoConfig.for_model(config["model_type"], **fields))
+    _check_settings(config_of(config))
 
 
 def write_gguf(folder: Path, quant: GgufType, *, name: str, compares: bool) -> tuple[tuple[str, ...], list[str]]:

@@ -21,10 +21,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.trainer.runtime.export.folder import sum_of_lora
 from shardwise.trainer.runtime.importing.tensors import Stored, Tensors
+from shardwise.trainer.runtime.models.configs import config_of
 from shardwise.trainer.runtime.models.weight_files import IN_FRONT, WeightReader, without_wrappers
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.model.stored import Treatment, refuse_format, weight_format
@@ -63,9 +64,8 @@ def build_empty(config: Mapping[str, Any], origin: str, *, most_layers: int) -> 
     for setting in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         if isinstance(config.get(setting), int) and config[setting] > most_layers:
             raise InputError(f"{origin}: has {setting} {config[setting]}, and there are {most_layers} tensors")
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
     try:
-        made = AutoConfig.for_model(model_type, **fields)
+        made = config_of(config)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="eager")
     except (*_REFUSALS, StrictDataclassError) as error:

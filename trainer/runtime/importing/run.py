@@ -55,6 +55,7 @@ from shardwise.trainer.runtime.run.process import end_with_parent, report_progre
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.worker_requests import Imported, ImportKind, ImportRequest, WeightType
+from shardwise.trainer.spec.model.config_json import read_config
 from shardwise.trainer.spec.units import format_bytes
 
 REPORT_EVERY_S = 10.0
@@ -156,7 +157,7 @@ def _config_of(request: ImportRequest, *folders: Path) -> _Config:
     for folder in folders:
         if has_file(folder, "config.json"):
             path = checked_file(folder, "config.json", most_bytes=CONFIG_BYTES)
-            return _Config(codec.read_object(path), str(path), folder)
+            return _Config(read_config(path), str(path), folder)
     raise InputError(f"{folders[0]}: holds no config.json; name the model: --config FOLDER, a hub id or a preset")
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from shardwise.trainer.runtime.attention import choose_attention_kernels
 from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
@@ -31,6 +31,7 @@ from shardwise.trainer.runtime.memory.recomputation import (
     blocks_of,
     recomputation_facts,
 )
+from shardwise.trainer.runtime.models.configs import config_of
 from shardwise.trainer.runtime.models.meta_model import (
     MetaModel,
     StoredModel,
@@ -151,17 +152,10 @@ def model_from_config(
 ) -> PreTrainedModel:
     """A model with new weights on torch's default device; on `meta`, one without any."""
     name = attention_name(attention, flash_kernel)
-    built = causal_model(config_from(config), attn_implementation=name, dtype=torch.float32)
+    built = causal_model(config_of(config), attn_implementation=name, dtype=torch.float32)
     for parameter in built.parameters():
         parameter.data = parameter.data.to(dtype)  # parameters only: in 16 bit, the rotary frequencies would be others
     return built
-
-
-def config_from(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """transformers' config of the fields of a config.json."""
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
-    made: PreTrainedConfig = AutoConfig.for_model(config["model_type"], **fields)
-    return made
 
 
 def make_trainable(
@@ -210,7 +204,7 @@ def _users_model(plan: Plan, hooks: Hooks) -> PreTrainedModel:
     """Result of `build_model(config, dtype)` of the extensions file; InputError for anything but a causal LM."""
     config, dtype = plan.model_config, base_type(plan.chosen.method, plan.chosen.strategy.precision)
     torch.manual_seed(plan.job.train.seed)
-    model = hooks.call(Hook.BUILD_MODEL, config_from(config), dtype)
+    model = hooks.call(Hook.BUILD_MODEL, config_of(config), dtype)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise InputError(
             f"extensions: build_model returned {type(model).__name__}; expected a causal language model of transformers"
@@ -244,7 +238,7 @@ def stored_model(folder: str, model_config: Mapping[str, Any], *, method: Method
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     settings, outer = format_settings(raw), None
     if config.model_type != model_config["model_type"]:
-        outer, config = config, config_from(model_config)
+        outer, config = config, config_of(model_config)
         if hasattr(outer, "tie_word_embeddings"):
             config.tie_word_embeddings = outer.tie_word_embeddings
     if hasattr(config, "quantization_config"):

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from shardwise.trainer.runtime.models.build import config_from
+from shardwise.trainer.runtime.models.configs import config_of
 from shardwise.trainer.runtime.models.meta_model import causal_model
 from shardwise.trainer.spec.plan import Plan
 
@@ -65,7 +65,7 @@ def outer_of(plan: Plan, adapters: Iterable[str]) -> Outer | None:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"), no_init_weights():
-            whole, part = model_class(config), causal_model(config_from(plan.model_config))
+            whole, part = model_class(config), causal_model(config_of(plan.model_config))
     except (ImportError, ValueError, TypeError, StrictDataclassError):  # a library for images that is not here
         return None
     outside, inside = (_path(model, model.get_input_embeddings()) for model in (whole, part))

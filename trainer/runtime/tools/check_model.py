@@ -4,7 +4,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers.initialization import no_init_weights
 
-from shardwise.trainer.runtime.models.build import config_from, stored_model
+from shardwise.trainer.runtime.models.build import stored_model
+from shardwise.trainer.runtime.models.configs import config_of
 from shardwise.trainer.runtime.models.meta_model import causal_model
 from shardwise.trainer.runtime.models.methods import check_targets
 from shardwise.trainer.runtime.models.model_code import load_model_code
@@ -21,7 +22,7 @@ def check_model(request: CheckModelRequest) -> Lines:
             model = stored_model(request.model_path, request.model_config, method=request.method).check()
         else:
             with torch.device("meta"), no_init_weights():
-                model = causal_model(config_from(request.model_config), attn_implementation="eager")
+                model = causal_model(config_of(request.model_config), attn_implementation="eager")
     except (StrictDataclassError, KeyError, ValueError, TypeError, AttributeError) as error:
         kind, sentence = request.model_config.get("model_type"), " ".join(str(error).split())
         raise InputError(f"model config ({kind}): {sentence}") from error

@@ -13,7 +13,8 @@ from typing import Any
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, MeasuredRates
 from shardwise.trainer.spec.job.sections import LoraJob
-from shardwise.trainer.spec.model.shape import ModelCode
+from shardwise.trainer.spec.model.blocks import Mode
+from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Fp8Gain
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision, Quant
@@ -208,9 +209,24 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     loss: LossHead = LossHead.CHUNKED
     loss_chunk_tokens: int | None = None
     activation_offload: bool = False
+    packages: tuple[str, ...] = ()  # that the machine has, of those with a kernel for some layers
     device_kind: DeviceKind = DeviceKind.CUDA
     device_name: str | None = None
     compute_capability: tuple[int, int] = (9, 0)  # decides which attention kernels there are
+
+
+class TraceRequest(Value, frozen=True, kw_only=True):
+    """A model whose blocks are traced, and everything that decides what they allocate."""
+
+    description: DescriptionRequest
+    modes: tuple[Mode, ...]
+    lora: LoraJob = LoraJob()
+    quant: Quant = Quant.NF4_DQ
+    seq_len: int = 2048
+    is_packed: bool = False  # rows hold several documents
+    packages: tuple[str, ...] = ()  # that the machine has, of those with a kernel for some layers
+    device_kind: DeviceKind = DeviceKind.CUDA
+    compute_capability: tuple[int, int] = (9, 0)
 
 
 class LiveGroup(Value, frozen=True, kw_only=True):

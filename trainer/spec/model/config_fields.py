@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import shown
+from shardwise.trainer.spec.model.config_json import decoded
 from shardwise.trainer.spec.value import Value
 
 _NO_DROPOUT = {"attention_dropout": 0.0}
@@ -307,7 +308,7 @@ class Fields(Value, frozen=True, kw_only=True):
 
 def fields_of(config: Mapping[str, Any], model_type: str, *, origin: str) -> Fields:
     """The fields of a config of this type, under one name each, with defaults."""
-    values = dict(config)
+    values = decoded(dict(config))
     for name, other in ALIASES.get(model_type, {}).items():
         if other in values:
             values.setdefault(name, values[other])

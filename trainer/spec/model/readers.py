@@ -11,8 +11,12 @@ no bias, no learned positions and no dropout of its own for residuals, because t
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
+import msgspec
+
+from shardwise.trainer import FOLDER
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import shown
 from shardwise.trainer.spec.model.config_fields import Fields, fields_of
@@ -41,12 +45,48 @@ from shardwise.trainer.spec.model.llama_readers import (
 )
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.model.stored import text_part
+from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.strategy import Attention
+
+ADMITTED_SHARE = 0.02
 
 
 def supported_model_types() -> tuple[str, ...]:
     """The model types that a shape can be read from, sorted."""
     return tuple(sorted(_READERS))
+
+
+@cache
+def furthest_forms() -> dict[str, float]:
+    """The furthest that the peak of each type's closed form is from a dry run, as a share (`make golden`)."""
+    table = (FOLDER / "trainer" / "presets" / "closed_forms.json").read_bytes()
+    return msgspec.json.decode(table, type=dict[str, float])
+
+
+def admitted_types() -> tuple[str, ...]:
+    """The types whose closed form stands for a dry run; others are traced where torch is installed."""
+    return tuple(name for name, furthest in furthest_forms().items() if furthest <= ADMITTED_SHARE)
+
+
+def config_positions(config: Mapping[str, Any]) -> int | None:
+    """Positions that the model of a config has; None if it has as many as one likes, or does not say."""
+    if _has_reader(config):
+        return read_model_shape(config).max_positions
+    return _stated(config, "max_position_embeddings")
+
+
+def config_vocabulary(config: Mapping[str, Any]) -> int | None:
+    """Tokens that the model of a config knows; None if it does not say."""
+    return read_model_shape(config).vocab_size if _has_reader(config) else _stated(config, "vocab_size")
+
+
+def _has_reader(config: Mapping[str, Any]) -> bool:
+    return text_part(config).get("model_type") in _READERS
+
+
+def _stated(config: Mapping[str, Any], name: str) -> int | None:
+    value = text_part(config).get(name)
+    return value if isinstance(value, int) else None
 
 
 def read_model_shape(config: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:
@@ -58,7 +98,7 @@ def read_model_shape(config: Mapping[str, Any], *, origin: str = "config.json") 
         raise InputError(
             f"{origin}: model_type {shown(model_type)} is not supported; supported: "
             f"{', '.join(supported_model_types())}; "
-            "`shardwise plan --simulate` predicts any model of transformers by a dry run"
+            f"any other model of transformers is traced with torch: {extra_line('train')}"
         )
     try:
         shape = reader(fields_of(config, str(model_type), origin=origin))

@@ -17,6 +17,8 @@ from a checkpoint or an export.
 from enum import StrEnum
 from typing import Any
 
+from shardwise.trainer.spec.model.blocks import Linear as Linear
+from shardwise.trainer.spec.model.blocks import TracedBlocks
 from shardwise.trainer.spec.strategy import Attention, Quant
 from shardwise.trainer.spec.value import Value
 
@@ -34,29 +36,6 @@ class Positions(StrEnum):
     ROTARY = "rotary"
     LEARNED = "learned"
     ALIBI = "alibi"
-
-
-class Linear(Value, frozen=True, kw_only=True):
-    """The weight of one linear layer of a block; of experts, `num_copies` exist and a token passes `num_used`.
-
-    `name` is the last part of the module's name in transformers, which an adapter names as its target; two layers of a
-    block may share it. Routers and experts are bare parameters there: `is_linear_module` is false. Under "all-linear"
-    peft gives the experts of some models adapters of `adapter_rank_factor` times the rank, and none to others (0).
-    """
-
-    name: str
-    num_inputs: int
-    num_outputs: int
-    has_bias: bool = False
-    num_copies: int = 1
-    num_used: int = 1
-    is_linear_module: bool = True
-    adapter_rank_factor: int = 1
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of all copies, biases included."""
-        return self.num_copies * (self.num_inputs * self.num_outputs + (self.num_outputs if self.has_bias else 0))
 
 
 class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
@@ -102,9 +81,20 @@ class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
     other_parameters: int = 0  # that no field counts, of a described model; negative if blocks share weights
     loss_obstacle: str | None = None  # the reason, if the loss heads here are not this model's loss
     quant: Quant | None = None  # of a base that is stored in 4 bit
-    wide_linears: int = 0  # weights of the blocks' linear layers that such a base stores in 16 bit
+    packed_linears: int | None = None  # weights of the blocks' linear layers that it stores so; None: all of them are
     packing_obstacle: str | None = None  # why packed documents are not learned as alone, or not known to be
     is_packing_measured: bool = True  # the obstacle is a fact, and not the lack of a measurement
+    traced: TracedBlocks | None = None  # what a dry run of one block of each kind measured
+
+    @property
+    def has_form(self) -> bool:
+        """True if the activations of its blocks are known: by a closed form, or by a trace."""
+        return not self.is_described or self.traced is not None
+
+    @property
+    def timed(self) -> TracedBlocks | None:
+        """The traces that the time of a step follows from: those of a model whose operations no form counts."""
+        return self.traced if self.is_described else None
 
     @property
     def query_size(self) -> int:
