@@ -103,13 +103,13 @@ class DataFacts(NamedTuple):
 def look_at_model(model: str) -> ModelFacts:
     """The facts of a hub id, a folder, a config.json or a preset."""
     from shardwise.launch.inputs.model_files import chat_templates, preset_names, read_model_config, read_preset
-    from shardwise.launch.inputs.weight_files import has_weights
+    from shardwise.launch.inputs.weight_files import holds_weights
     from shardwise.trainer.spec.job.sections import ModelJob
     from shardwise.trainer.spec.model.readers import config_positions, config_vocabulary
 
     folder = Path(model).expanduser()
     is_shape = model in preset_names() and read_preset(model).get("_name_or_path") is None
-    is_bare = model not in preset_names() and (folder / "config.json").is_file() and not has_weights(folder)
+    is_bare = model not in preset_names() and (folder / "config.json").is_file() and not holds_weights(folder)
     is_from_scratch = model.endswith(".json") or is_shape or is_bare
     try:
         named = ModelJob(config=model) if is_from_scratch else ModelJob(name=model)

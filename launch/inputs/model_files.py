@@ -30,7 +30,7 @@ from shardwise.launch.inputs.hub import download_snapshot, find_snapshot, hub_ca
 from shardwise.launch.inputs.weight_files import StoredTensor, check_weights, has_weights, holds_weights
 from shardwise.trainer import FOLDER
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS
+from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS, Encoding, encoding_of
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from shardwise.trainer.spec.job.sections import Job, ModelJob
 from shardwise.trainer.spec.model.config_json import read_config
@@ -50,6 +50,7 @@ _TABLE = FOLDER / "trainer" / "presets" / "models.jsonl"
 _MIRRORS = ("unsloth", "nousresearch")  # owners that publish others' weights under the same names
 _HEAD = ("lm_head.weight", "embed_out.weight")  # ends of its names
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_OTHER_TOKENIZERS = ("tekken.json", "*tokenizer.model.*", "*.tiktoken", "tiktoken.model")  # forms that are not read
 
 
 class ModelFiles(Value, frozen=True, kw_only=True):
@@ -148,6 +149,8 @@ def read_model_config(
     if job.model.tokenizer is not None:
         tokenizer_path = _tokenizer_folder(job.model.tokenizer, cache)
         files = msgspec.structs.replace(files, tokenizer_path=tokenizer_path)
+    elif files.tokenizer_path is None and encoding_of(job.data.format) is not Encoding.TOKENS:
+        _refuse_other_tokenizer(Path(files.config_origin))
     return _with_room(files, job.data.chat_template)
 
 
@@ -397,6 +400,16 @@ def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
         )
     rounded = -(-size // ROWS_MULTIPLE) * ROWS_MULTIPLE
     return msgspec.structs.replace(files, config={**files.config, "vocab_size": rounded}, new_rows=rounded - vocab_size)
+
+
+def _refuse_other_tokenizer(config: Path) -> None:
+    """InputError for a tokenizer beside a config.json, in a form that is not read."""
+    found = (path.name for pattern in _OTHER_TOKENIZERS for path in config.parent.glob(pattern))
+    if config.is_file() and (name := next(found, None)) is not None:
+        raise InputError(
+            f"model.tokenizer: {config.parent} holds {name} alone, which is not read; name a folder or hub id that has "
+            "the same tokenizer as tokenizer.json"
+        )
 
 
 def chat_templates(folder: Path) -> frozenset[str]:

@@ -6,6 +6,8 @@ download is a file shorter than its header promises. Every InputError names the 
 
 import json
 import math
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +21,11 @@ _DTYPE_BITS = {
     "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 _AGAIN = "download or save it again"
+_ADAPTER = "adapter_config.json"
 _PACKED = ".quant_state.bitsandbytes__"  # follows the name of a 4-bit weight
-_PICKLED = ("*.bin", "*.pt", "*.pth")
+_FOREIGN = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|npz)")  # weights in other forms
+_OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|dl_state_dict).*")
+_IMPORTED = re.compile(r"pytorch_model(_fsdp)?(-\d+-of-\d+)?\.bin")  # by `shardwise import`
 
 
 class StoredTensor(NamedTuple):
@@ -48,23 +53,43 @@ def check_weights(folder: Path) -> StoredTensors:
         return read_header(single)
     if index.is_file():
         return _read_sharded(index)
-    if (folder / "adapter_config.json").is_file():
+    if (folder / _ADAPTER).is_file():
+        command = shlex.join(["shardwise", "import", str(folder), f"{folder}-merged", "--base", _base_of(folder)])
+        raise InputError(f"{folder}: holds an adapter, not a model; merge it into its base model first:\n{command}")
+    names = _other_weights(folder)
+    if any(map(_IMPORTED.fullmatch, names)):
+        command = shlex.join(["shardwise", "import", str(folder), f"{folder}-plain"])
         raise InputError(
-            f"{folder}: holds an adapter, not a model; merge it into its base model first:\n"
-            "shardwise import FOLDER NEW_FOLDER --base MODEL"
+            f"{folder}: holds only pickled weights, which can run code when they are read; this converts them and runs "
+            f"none:\n{command}"
         )
-    if any(any(folder.glob(pattern)) for pattern in _PICKLED):
+    if names:
         raise InputError(
-            f"{folder}: holds only pickled weights, which can run code when they are read; convert them with "
-            "shardwise import FOLDER NEW_FOLDER, which runs none"
+            f"{folder}: holds {names[0]}, which is not read, and no model.safetensors; download the model in that "
+            "form, or save it with save_pretrained of transformers"
         )
     raise InputError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json")
 
 
 def holds_weights(folder: Path) -> bool:
-    """True if a folder holds any file of weights, whole or not, of a format that is read or refused."""
-    names = ("model.safetensors", "model.safetensors.index.json", "adapter_config.json")
-    return any((folder / name).is_file() for name in names) or any(any(folder.glob(pattern)) for pattern in _PICKLED)
+    """True if a folder holds any file of weights, whole or not, in whatever form."""
+    names = ("model.safetensors", "model.safetensors.index.json", _ADAPTER)
+    return any((folder / name).is_file() for name in names) or bool(_other_weights(folder))
+
+
+def _other_weights(folder: Path) -> list[str]:
+    """Names of files that are weights by their ending, and no state of a training."""
+    names = sorted(path.name for path in folder.iterdir() if _FOREIGN.fullmatch(path.name))
+    return [name for name in names if not _OF_TRAINING.fullmatch(name)]
+
+
+def _base_of(folder: Path) -> str:
+    """The model that an adapter names as its base."""
+    try:
+        base = json.loads((folder / _ADAPTER).read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        base = None
+    return base if isinstance(base, str) and base.isprintable() and base else "MODEL"
 
 
 def has_weights(folder: Path) -> bool:

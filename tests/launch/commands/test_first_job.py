@@ -81,3 +81,11 @@ def test_a_model_and_data_on_disk_are_read(tmp_path: Path) -> None:
         assert look_at_model(str(tmp_path)).has_chat_template is (text != "{}")
     assert "absent.jsonl" in look_at_data(str(tmp_path / "absent.jsonl")).problem[0]
     assert look_at_model(str(tmp_path / "absent")).problem
+
+
+def test_a_folder_whose_weights_cannot_be_read_is_no_model_to_start_from_scratch(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG))
+    for name, fact in (("consolidated.safetensors", "not read"), ("pytorch_model.bin", "shardwise import")):
+        (tmp_path / name).touch()
+        found = look_at_model(str(tmp_path))
+        assert not found.starts_from_scratch and fact in found.problem[0]

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from shardwise.launch.inputs import model_files as models
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.reading import read_job
-from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.job.sections import DataFormat, Job
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
 
@@ -134,6 +134,19 @@ def test_a_plan_alone_needs_no_weights_and_a_run_does(tmp_path):
     (folder / "pytorch_model.bin").touch()
     with pytest.raises(InputError, match="pickled"):
         models.read_model_config(job(name=str(folder)), only_plans=True)
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model.v3", "qwen.tiktoken"])
+def test_a_tokenizer_in_another_form_is_refused_by_a_plan_too_unless_none_is_needed(name, tmp_path):
+    folder = write_model(tmp_path / "model", tokens=None)
+    (folder / name).write_bytes(b"x")
+    wanted = job(name=str(folder))
+    with pytest.raises(InputError, match=rf"^model\.tokenizer: {folder} holds {name} alone, .* as tokenizer\.json$"):
+        models.read_model_config(wanted, only_plans=True)
+    of_tokens = replace(wanted, data=replace(wanted.data, format=DataFormat.TOKENS))
+    assert models.read_model_config(of_tokens, only_plans=True).tokenizer_path is None
+    (folder / "tokenizer.json").write_text(tokenizer(16))
+    assert models.read_model_config(wanted).tokenizer_path == str(folder)
 
 
 def test_a_config_of_a_folder_or_file_needs_no_weights(tmp_path):

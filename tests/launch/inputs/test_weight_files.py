@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.launch.inputs.weight_files import check_weights, has_weights
+from shardwise.launch.inputs.weight_files import check_weights, has_weights, holds_weights
 from shardwise.trainer.spec.errors import InputError
 
 TENSORS = {"model.embed_tokens.weight": (16, 4), "model.norm.weight": (4,)}
@@ -107,15 +108,28 @@ def test_a_damaged_index_is_refused(tmp_path, index):
 @pytest.mark.parametrize(
     ("file", "fact"),
     [
-        ("pytorch_model.bin", "pickled"),
-        ("consolidated.00.pth", "pickled"),
-        ("adapter_config.json", "adapter"),
-        ("readme.md", "model.safetensors.index.json"),
+        ("pytorch_model.bin", "pickled .*:\nshardwise import 'FOLDER' 'FOLDER-plain'$"),
+        ("adapter_config.json", "adapter.*:\nshardwise import 'FOLDER' 'FOLDER-merged' --base MODEL$"),
+        ("consolidated.00.pth", r"consolidated\.00\.pth, which is not read, .* save_pretrained of transformers$"),
+        ("consolidated.safetensors", r"consolidated\.safetensors, which is not read, .* save_pretrained"),
+        ("model.fp16.safetensors", r"model\.fp16\.safetensors, which is not read"),
+        ("model-Q4_K_M.gguf", r"model-Q4_K_M\.gguf, which is not read"),
+        ("readme.md", r"holds no model\.safetensors and no model\.safetensors\.index\.json$"),
+        ("training_args.bin", r"holds no model\.safetensors and no model\.safetensors\.index\.json$"),
     ],
 )
-def test_a_folder_without_weights_says_what_it_holds_instead(tmp_path, file, fact):
-    (tmp_path / file).write_bytes(b"x")
-    assert not has_weights(tmp_path)
+def test_a_folder_without_weights_says_what_it_holds_instead_and_a_plan_refuses_other_forms(tmp_path, file, fact):
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / file).write_bytes(b"x")
+    assert not has_weights(folder) and holds_weights(folder) == (not fact.startswith("holds no"))
     with pytest.raises(InputError) as caught:
+        check_weights(folder)
+    assert str(caught.value).startswith(f"{folder}: ")
+    assert re.search(fact.replace("FOLDER", re.escape(str(folder))), str(caught.value), re.DOTALL)
+
+
+def test_the_remedy_for_an_adapter_names_the_base_that_it_was_trained_on(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "ORG/Base"}')
+    with pytest.raises(InputError, match=f"import {tmp_path} {tmp_path}-merged --base ORG/Base$"):
         check_weights(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path}: ") and fact in str(caught.value)
