@@ -78,6 +78,8 @@ def main(address: str, python: str, arguments: list[str]) -> None:
             for number in PASSED_ON:
                 signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
             posix.close(holder)
+            for number in early:
+                posix.kill(posix.getpid(), number)
             execute(python, arguments)
         elif words[0] == b"with-parent":
             die_with_parent(signal.SIGKILL if module_of(arguments) in MODULES_TO_KILL else signal.SIGTERM)
