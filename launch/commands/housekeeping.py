@@ -34,7 +34,7 @@ def _checked(text: str, name: str) -> tuple[str, ...]:
     """Lines on what the job was found to be; InputError where `plan` would refuse it."""
     from tempfile import TemporaryDirectory
 
-    from shardwise.launch.plan.gather import check_inputs, profile_data, read_inputs, refuse_untrainable
+    from shardwise.launch.plan.gather import check_inputs, profile_data, read_inputs
     from shardwise.trainer.spec.data.shapes import SHAPES, objective_of
     from shardwise.trainer.spec.units import format_count
 
@@ -44,7 +44,6 @@ def _checked(text: str, name: str) -> tuple[str, ...]:
         inputs = read_inputs(path, (), hardware_spec="1xCPU", only_plans=True, needs_costs=False)
     data, shape, job = profile_data(inputs), inputs.shape, inputs.resolved.job
     check_inputs(inputs, data)
-    refuse_untrainable(shape, inputs.model.config_origin)
     learned = f"{objective_of(job.train.objective, data.format)} on {SHAPES[data.format].plural}"
     template = f", chat template {job.data.chat_template}" if job.data.chat_template else ""
     positions = "" if shape.max_positions is None else f", {shape.max_positions:,} positions"

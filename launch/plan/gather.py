@@ -134,6 +134,7 @@ def read_inputs(
     )
     if shape.traced is not None and request.packing != job.data.packing:
         shape = _read_shape(_as_prepared(job, request), model, code, hardware=hardware, cache=cache)
+    refuse_untrainable(shape, model.config_origin)
     shape = _with_format(shape, model)
     check_model(job, model, shape, code, cache=cache)
     return PlanInputs(
@@ -473,7 +474,7 @@ def check_inputs(inputs: PlanInputs, data: DataProfile) -> None:
 
 
 def refuse_untrainable(shape: ModelShape, origin: str) -> None:
-    """InputError for a model whose loss is more than the cross entropy that is computed here; `plan` notes it."""
+    """InputError for a model whose loss is more than the cross entropy that is computed here."""
     if shape.loss_obstacle is not None:
         raise InputError(f"{origin}: {shape.model_type} cannot be trained: {shape.loss_obstacle}")
 

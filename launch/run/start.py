@@ -96,7 +96,6 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
         if options.spec is None:
             inputs = inputs._replace(hardware=_as_submitted(inputs.hardware, options.run_dir, console))
         inputs = _with_earlier_defaults(inputs, options.run_dir)
-    refuse_untrainable(inputs.shape, inputs.model.config_origin)
     # A job that cannot fit is refused before any work.
     early = plan_inputs(inputs, profile_data(inputs), environment=environment, extent=Extent.SCREEN)
     _refuse_login_node(options, inputs.hardware)

@@ -23,7 +23,6 @@ from shardwise.launch.plan.gather import (
     read_inputs,
     read_machine,
     recorded_versions,
-    refuse_untrainable,
 )
 from shardwise.launch.plan.partition import charge_of, read_partition_hardware, sbatch_option
 from shardwise.launch.probe import disks
@@ -221,7 +220,6 @@ def _read_point(
     job: Path, overrides: Sequence[str], point: tuple[str, ...], hardware: Hardware, environment: Mapping[str, str]
 ) -> Point:
     inputs = read_inputs(job, [*overrides, *point], machines=hardware, environment=environment)
-    refuse_untrainable(inputs.shape, inputs.model.config_origin)
     return Point(inputs, plan_inputs(inputs, profile_data(inputs), environment=environment), point)
 
 

@@ -78,8 +78,9 @@ DATA = {
         ("400", "320"), {"words/tokenizer.json": WORDS}, {"model": {"config": "model", "tokenizer": "words"}}
     ),
     "tokenizer of other rules": Case(("model.tokenizer", "qwen2"), config(model_type="qwen2")),
-    "unsupported model": Case(("bert",), config(model_type="bert"), {}, INIT),
-    "unsupported model, and which are": Case(("bert", "llama"), config(model_type="bert"), {}, ("plan job.yaml",)),
+    "model with another loss": Case(
+        ("bert cannot be trained: its loss",), config(model_type="bert"), {}, (*INIT, "plan model"),
+    ),
     "adapters in place of a model": Case(
         ("shardwise import lora lora-merged --base org/base",),
         {"lora/adapter_config.json": json.dumps({"base_model_name_or_path": "org/base"})},

@@ -42,8 +42,8 @@ def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it_and_its_expo
     workplace.environment[MARKER] = str(workplace.folder / "marker")
     write_job(workplace, config="tiny", tokenizer="train")
     refused = workplace.run("train", "job.yaml", check=False)
-    assert (refused.returncode, len(refused.stderr.strip().splitlines())) == (2, 1)
-    assert "model.trust_remote_code=tiny" in refused.stderr
+    assert refused.returncode == 2
+    assert "model.trust_remote_code=tiny" in refused.stderr.strip().splitlines()[-1]  # after a line of progress
     assert not (workplace.folder / "marker").exists()
 
     said = workplace.run("train", "job.yaml", "model.trust_remote_code=tiny").stdout

@@ -72,8 +72,8 @@ def test_an_unknown_type_is_planned_from_traces_that_the_cache_keeps(
     assert step_seconds(fast, configuration, context.device) < step_seconds(shape, configuration, context.device)
 
     known = codec.decode(path.read_bytes(), ModelShape, origin=str(path))
-    codec.write(path, replace(known, loss_obstacle="as it is cached"))
-    assert read(workplace, config).shape.loss_obstacle == "as it is cached"
+    codec.write(path, replace(known, packing_obstacle="as it is cached"))
+    assert read(workplace, config).shape.packing_obstacle == "as it is cached"
     assert "tracing" not in capsys.readouterr().err
     assert set(cached(workplace)) == {*before, path}
 

@@ -1,4 +1,4 @@
-"""Lines of a plan on a model whose blocks were traced: its blocks, its loss, and functions without their kernels."""
+"""Lines of a plan on a model whose blocks were traced: its blocks, and functions without their kernels."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -17,13 +17,11 @@ from shardwise.trainer.spec.plan import Candidate
 
 
 def traced_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
-    """The kinds of blocks that were traced, and why the model cannot be trained, if it cannot."""
+    """The kinds of blocks that were traced, and functions whose kernels are missing."""
     shape = context.shape
     if shape.traced is not None:
         kinds = [f"{shape.traced.order.count(place)} {kind.name}" for place, kind in enumerate(shape.traced.kinds)]
         yield f"{_reason(shape)} a dry run of one block of each kind ({', '.join(kinds)})"
-    if shape.is_described and shape.loss_obstacle is not None:
-        yield f"shardwise does not train {shape.model_type}: {shape.loss_obstacle}"
     slow = _slow_kernels(context, chosen)
     if slow is not None and slow.ratio < NOTED_RATIO:
         yield slow.text
