@@ -57,7 +57,11 @@ def describe_traced(request: TraceRequest) -> ModelShape:
     shape, config = _shape_of(model), _Config(model.config.get_text_config())
     shape = replace(shape, other_parameters=_size(model) - shape.num_parameters)
     obstacles = _obstacles(model)
-    request = replace(request, modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)))
+    request = replace(
+        request,
+        modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)),
+        is_packed=request.is_packed and obstacles["packing_obstacle"] is None,
+    )
     try:
         traced = traced_blocks(model, request, lambda block: linears_of(block, config))
     except InputError:
