@@ -200,13 +200,13 @@ def _read_shape(
         model_code=code,
         offers_code_of=offered_code(job, model.config),
     )
+    request = trace_request(description, job, hardware, needs_costs=needs_costs)
+    if model.weights is not None and model.weights.quant is not None:
+        request = replace(request, quant=model.weights.quant)
     if code is None and model.config.get("model_type") in supported_model_types():
         shape = read_model_shape(model.config, origin=model.config_origin)
-        if not needs_costs:
-            return shape
-        found = traced_shape(trace_request(description, job, hardware), cache=cache)
-        return replace(shape, traced=found.traced)
-    return traced_shape(trace_request(description, job, hardware, needs_costs=needs_costs), cache=cache)
+        return replace(shape, traced=traced_shape(request, cache=cache).traced) if needs_costs else shape
+    return traced_shape(request, cache=cache)
 
 
 def _with_format(shape: ModelShape, model: ModelFiles) -> ModelShape:
