@@ -54,6 +54,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [16, 48]},
+    "xlnet": {"attn_type": "uni"},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": WINDOW},
@@ -81,7 +82,7 @@ def config_of(model_type: str) -> PreTrainedConfig:
 def _more_kinds(small: PreTrainedConfig) -> dict[str, Any]:
     """Fields that make a decoder of an encoder, and a window that is off by default that of half of the blocks."""
     fields = small.to_dict()
-    found: dict[str, Any] = {name: True for name in ("is_decoder", "use_sliding_window") if name in fields}
+    found: dict[str, Any] = {name: True for name in ("is_decoder", "causal", "use_sliding_window") if name in fields}
     if "sliding_window" in fields:
         found["sliding_window"] = WINDOW
         if fields.get("layer_types") == ["full_attention"] * 2:

@@ -61,6 +61,7 @@ _PERIODS = {
     "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
     "decoder_sparse_step": 2,
 }  # fmt: skip
+_SHARED = ("layers_block_type", "hybrid")  # blocks that have the weights of one of them (Zamba), which needs another
 _PER_LAYER = "per_layer_config"  # a mapping from the number of a block, as text, to fields of that block
 
 
@@ -139,7 +140,8 @@ def _blocks(fields: Fields, smaller: Fields, num_blocks: int, rotated: int | Non
             of_one.get(block),
         )
         kinds.setdefault(repr(kind), block)
-    blocks = list(kinds.values())
+    shared = [block for block, kind in enumerate(fields.get(_SHARED[0]) or ()) if kind == _SHARED[1]]
+    blocks = sorted({*kinds.values(), *shared[:2]})
     if len(blocks) == 1 and num_blocks > 1:
         blocks *= 2
     found: Fields = {name: len(blocks) for name in _NUM_BLOCKS if _is_number(fields.get(name))}
