@@ -147,6 +147,7 @@ def logits_rule(model: PreTrainedModel) -> LogitsRule | None:
     try:
         given, output = _on_known_numbers(model, linear, hidden, products, labels)
         before, after = float(given[0, 0, 0] / hidden[0, 0, 0]), float(output.logits[0, 0, 0]) / _SMALL
+        after = 1.0 if math.isclose(after, 1, rel_tol=_EXACT) else after
         largest = float(output.logits[0, 0, 1])
         softcap = None if math.isclose(largest, after * _LARGE, rel_tol=_EXACT) else largest
         logits = capped(products * after, softcap)
@@ -162,7 +163,7 @@ def is_cross_entropy(loss: float, logits: Tensor, labels: Tensor) -> bool:
     """True of the mean of the losses of next tokens, or of labels [B, S] that were shifted before."""
     of = (logits[:, :-1], labels[:, 1:]), (logits, labels)
     means = (float(functional.cross_entropy(each.flatten(0, 1).float(), to.flatten())) for each, to in of)
-    return any(math.isclose(loss, mean, rel_tol=_EXACT) for mean in means)
+    return any(math.isclose(loss, mean, rel_tol=_SAME_LOSS) for mean in means)
 
 
 def _on_known_numbers(
@@ -201,8 +202,8 @@ class _WithoutWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_SMALL, _LARGE = 2.0**-10, 2.0**10  # logits that no cap changes, and that every cap makes its own
-_EXACT = 1e-5
+_SMALL, _LARGE = 2.0**-14, 2.0**10  # logits that no cap changes, and that every cap makes its own
+_EXACT, _SAME_LOSS = 1e-5, 1e-6  # relative
 # What a forward may end in that needs other results of its decoder, or weights that are not there.
 _NOT_FOLLOWED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
@@ -286,6 +287,17 @@ class LossForward:
         output: LossOutput,
         **inputs: Any,  # noqa: ANN401  # as in `forward`
     ) -> Tensor:
+        logits = self._own_logits(model, input_ids, **inputs)
+        if output is LossOutput.LOGITS:
+            return logits
+        logits, shape, targets = logits.flatten(0, 1), targets.shape, targets.flatten()
+        if output in _WITHOUT_GRADIENT:
+            found = judged(lambda part: logits[part].float(), targets, FUSED_SLICE_TOKENS, output)
+            return found if output is LossOutput.SCORE else found.view(shape)
+        return _loss_of_logits(self.head, logits, targets, None, shape[1] if output is LossOutput.ROWS else None)
+
+    def _own_logits(self, model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # as in `forward`
+        """Logits [B, S, V] of the model's own forward."""
         with _documents_apart(model, input_ids, inputs) as of_decoder:
             ids, decoder = of_decoder.pop("input_ids"), decoder_of(model)
             decode = decoder.forward
@@ -294,14 +306,16 @@ class LossForward:
                 return decode(*args, **{**named, **of_decoder})
 
             with replaced_forwards({decoder: decoded} if of_decoder else {}):
-                logits: Tensor = self.own_forward(input_ids=ids, use_cache=False, **inputs).logits
-        if output is LossOutput.LOGITS:
-            return logits.view(*targets.shape, -1)
-        logits, shape, targets = logits.flatten(0, 1), targets.shape, targets.flatten()
-        if output in _WITHOUT_GRADIENT:
-            found = judged(lambda part: logits[part].float(), targets, FUSED_SLICE_TOKENS, output)
-            return found if output is LossOutput.SCORE else found.view(shape)
-        return _loss_of_logits(self.head, logits, targets, None, shape[1] if output is LossOutput.ROWS else None)
+                logits = self.own_forward(input_ids=ids, use_cache=False, **inputs).logits
+        assert isinstance(logits, Tensor) and input_ids is not None
+        return logits.view(*input_ids.shape, -1)
+
+    def head_input(self, model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:  # noqa: ANN401  # as in `forward`
+        """What the head multiplies [B, S, H]: the hidden states, or what a model of its own logits makes of them."""
+        if self.rule is not None:
+            return hidden_states(model, input_ids, **inputs)
+        with replaced_forwards({model.get_output_embeddings(): lambda given: given}):
+            return self._own_logits(model, input_ids, **inputs)
 
 
 def hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs

@@ -49,13 +49,15 @@ def describe(request: DescriptionRequest) -> ModelShape:
 
 
 def describe_traced(request: TraceRequest) -> ModelShape:
-    """The shape of a model with the traces of its blocks; without them if its forward cannot be followed."""
+    """The shape of a model with the traces of its blocks; without them if it is not trained or not followed."""
     if not request.modes:
         return describe(request.description)
     model = _built(request.description)
     shape, config = _shape_of(model), _Config(model.config.get_text_config())
     shape = replace(shape, other_parameters=_size(model) - shape.num_parameters)
     obstacles = _obstacles(model)
+    if obstacles["loss_obstacle"] is not None:
+        return replace(shape, **obstacles)
     request = replace(request, modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)))
     try:
         traced = traced_blocks(model, request, lambda block: linears_of(block, config))

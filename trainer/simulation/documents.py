@@ -105,7 +105,7 @@ def _order_fault(small: PreTrainedModel, device: torch.device) -> str | None:
 
 
 # Fields by which a class that is also made as an encoder is a decoder.
-_CAUSAL = {"is_decoder": True, "causal": True, "attn_type": "uni"}
+_CAUSAL = {"is_decoder": True, "causal": True, "attn_type": "uni", "attention_type": "original_full"}
 
 
 def _lacks(config: Any, name: str, value: Any) -> bool:  # noqa: ANN401  # of transformers, one class for each model
