@@ -16,7 +16,7 @@ from zoo import NUM_IDS, WINDOW, config_of, model_of, types
 
 from shardwise.trainer.runtime.attention.packed import EAGER, SDPA
 from shardwise.trainer.runtime.data.batches import MicroBatch
-from shardwise.trainer.runtime.data.documents import Dependence, measure_dependence
+from shardwise.trainer.runtime.data.documents import measure_dependence
 from shardwise.trainer.runtime.loop.step import forward
 from shardwise.trainer.runtime.loss import LossOutput, install_loss_head
 from shardwise.trainer.simulation.describe import describe
@@ -207,8 +207,15 @@ def test_mixers_are_measured_with_the_kernels_of_training_and_of_evaluation(leak
     assert found.fault(1e-3) == "what a document contains changes the losses of the next one in its row"
 
 
+class Stretched(nn.Module):
+    """Packed tokens have other losses than alone, whatever is before them."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: object) -> Tensor:
+        return input_ids.double() * (1.0 if position_ids is None else 1.1)
+
+
 def test_other_faults_of_rows_are_found():
     """Tokens that see later ones, and documents that have other losses in another place."""
     assert described("cpmant").loss_obstacle == "a token sees those after it"
-    fault = Dependence(on_others=0.0, on_place=0.1).fault(1e-3)
-    assert fault == "a document has other losses behind another one than alone"
+    found = measure_dependence(Stretched(), num_rows=1, seq_len=32, vocab_size=9, device=torch.device("cpu"))
+    assert found.fault(1e-3) == "a document has other losses behind another one than alone"
