@@ -54,8 +54,6 @@ def test_an_architecture_without_a_reader_is_described_in_full():
     assert (shape.block_class, shape.num_layers, shape.num_parameters) == ("BloomBlock", 3, 163_008)
     assert abs(shape.other_parameters) <= 2 * shape.hidden_size
     assert shape.loss_obstacle is None
-    obstacle = described({**_SIZES, "model_type": "hyperclovax", "logits_scaling": 8.0}).loss_obstacle
-    assert obstacle == "its loss is not just the cross-entropy of its hidden states times its head (mul)"
 
 
 def test_attention_is_what_the_class_of_the_model_supports_without_a_kernel_of_the_hub():

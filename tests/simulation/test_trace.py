@@ -17,7 +17,7 @@ from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import SimulationRequest, TraceRequest
 from shardwise.trainer.spec.model.blocks import Mode, TracedBlocks
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
 
 TOLERANCE = 0.02
 # Nothing before its first adapter is saved in the first block of all; a trace counts it there too: of four blocks, 6 %.
@@ -64,6 +64,8 @@ def requests_of(name: str) -> dict[str, SimulationRequest]:
     base = SimulationRequest(
         model_config=KINDS[name], micro_batch=ROWS, seq_len=SEQ_LEN, attention=attention_of(name), lora=lora_of(name)
     )
+    if name.startswith("logits"):
+        base = replace(base, loss=LossHead.EAGER, loss_chunk_tokens=None)
     return {way: replace(base, **changes) for way, changes in WAYS.items()}
 
 

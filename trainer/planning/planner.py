@@ -376,16 +376,21 @@ def check_job(job: Job, shape: ModelShape, data: DataProfile, hooks: Sequence[Ho
     problems = [*_length_problems(job, shape), *_vocabulary_problems(shape, data)]
     if problems:
         raise InputProblemsError(problems)
-    _check_objective(job, data, hooks)
+    _check_loss(job, shape, data, hooks)
 
 
-def _check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
-    """InputError for settings that exclude the objective or a function of the extensions file."""
+def _check_loss(job: Job, shape: ModelShape, data: DataProfile, hooks: Sequence[Hook]) -> None:
+    """InputError for settings that exclude the objective, the model's logits or a function of the extensions file."""
     pinned, objective = job.pin.loss, job.train.objective
     fitting = shapes_for(objective)
     if data.format not in fitting:
         raise InputError(
             f"train.objective: {objective} learns from {' or '.join(fitting)} rows; data.train holds {data.format}"
+        )
+    if pinned is not None and pinned not in shape.loss_heads:
+        raise InputError(
+            f"pin.loss: {pinned} and {shape.model_type} exclude each other, whose logits are more than a product of "
+            "its head;\nuse pin.loss=eager"
         )
     if pinned is LossHead.FUSED_LINEAR and objective_of(job.train.objective, data.format) is Objective.DPO:
         raise InputError(

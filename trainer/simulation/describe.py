@@ -23,7 +23,6 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.trainer.runtime.attention.packed import FLASH
 from shardwise.trainer.runtime.models.build import make_trainable
 from shardwise.trainer.simulation.build import base_on_meta, blocks_of
-from shardwise.trainer.simulation.checks import loss_obstacle
 from shardwise.trainer.simulation.documents import measure_rows
 from shardwise.trainer.simulation.trace import traced_blocks
 from shardwise.trainer.spec.errors import InputError
@@ -50,13 +49,15 @@ def describe(request: DescriptionRequest) -> ModelShape:
 
 
 def describe_traced(request: TraceRequest) -> ModelShape:
-    """The shape of a model with the traces of its blocks; without them if its forward cannot be followed."""
+    """The shape of a model with the traces of its blocks; without them if it is not trained or not followed."""
     if not request.modes:
         return describe(request.description)
     model = _built(request.description)
     shape, config = _shape_of(model), _Config(model.config.get_text_config())
     shape = replace(shape, other_parameters=_size(model) - shape.num_parameters)
     obstacles = _obstacles(model)
+    if obstacles["loss_obstacle"] is not None:
+        return replace(shape, **obstacles)
     request = replace(
         request,
         modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)),
@@ -78,12 +79,17 @@ def _obstacles(model: PreTrainedModel) -> dict[str, Any]:
     """What keeps the model from our loss heads and from packed rows."""
     copied = copy.deepcopy(model)
     installed = make_trainable(copied, Checkpointing.NONE, LossHead.EAGER, loss_chunk_tokens=None)
-    rows = measure_rows(model)
+    rows, rule = measure_rows(model), installed.loss.rule
     return {
-        "loss_obstacle": loss_obstacle(copied, installed.loss) or rows.order_fault,
+        "loss_obstacle": rows.loss_fault or (None if rows.is_measured or rule is not None else _NOT_COMPARED),
+        "loss_heads": (LossHead.EAGER,) if rule is None else tuple(LossHead),
+        "logit_softcap": None if rule is None else rule.softcap,
         "packing_obstacle": rows.packing_obstacle,
         "is_packing_measured": rows.is_measured,
     }
+
+
+_NOT_COMPARED = "its logits are no product of its head, and no small copy of it runs whose loss could be compared"
 
 
 def _built(request: DescriptionRequest) -> PreTrainedModel:
@@ -156,7 +162,6 @@ def _shape_of(model: PreTrainedModel) -> ModelShape:
         hidden_dropout=float(config.first(_HIDDEN_DROPOUT) or 0.0),
         attention_dropout=float(config.first(_ATTENTION_DROPOUT) or 0.0),
         attention_softcap=config.first(("attn_logit_softcapping",)),
-        logit_softcap=config.first(("final_logit_softcapping",)),
         attentions=_attentions(model, config),
         is_described=True,
     )
