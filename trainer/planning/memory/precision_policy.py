@@ -308,7 +308,9 @@ def adapted_linears(configuration: Configuration, dims: Dims) -> tuple[tuple[str
     """The linear layers of a block that carry an adapter."""
     if adapts_all(configuration):
         return dims.modules
-    return tuple(linear for linear in dims.modules if linear[0] in configuration.lora.targets)
+    _, linears = dims.kinds[0]
+    named = (each for each in linears if each.name in configuration.lora.targets)
+    return tuple((each.name, each.num_inputs, each.num_outputs) for each in named)
 
 
 __all__ = [

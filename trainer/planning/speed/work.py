@@ -236,7 +236,9 @@ def _traced_adapters(traced: TracedBlocks, method: Method, rank: int) -> Adapter
 @lru_cache(maxsize=256)
 def _adapters(shape: ModelShape, targets: tuple[str, ...]) -> Adapters:
     def is_target(linear: Linear) -> bool:
-        return linear.name in targets if targets != ("all-linear",) else linear.is_linear_module
+        if targets != ("all-linear",):
+            return linear.name in targets
+        return linear.is_linear_module and linear.adapter_rank_factor > 0
 
     usual = [linear for linear in shape.linears if is_target(linear)]
     dense = [linear for linear in shape.dense_linears if is_target(linear)]

@@ -53,7 +53,7 @@ from shardwise.trainer.runtime.export.model_card import Export, base_of, model_c
 from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.models.methods import (
     ADAPTER,
-    ALL_LINEAR,
+    adapter_config,
     TRANSPOSED,
     adapted_layers,
     is_adapted,
@@ -143,19 +143,39 @@ def save_adapters(
     job, base = plan.job, base_of(plan)
     has_experts, outer = any(OF_EXPERTS in name for name in weights), outer_of(plan, weights)
     layers = adapted_layers(job.train.lora, weights)
+    exact = _exact_targets(plan) if outer is None and (has_experts or not _are_unique(plan, layers)) else None
     config = peft_config(
         job.train.lora,
-        targets=ALL_LINEAR if has_experts else layers if outer is None else outer.targets(layers),
+        targets=layers if outer is None else outer.targets(layers),
         is_transposed=plan.model_config["model_type"] in TRANSPOSED,
         base=base.name if hides_paths or base.folder is None else str(base.folder),
         revision=base.revision,
     )
+    if exact is not None:
+        for field in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"):
+            setattr(config, field, getattr(exact, field))
     config.inference_mode = True
     config.save_pretrained(str(folder))
     named = {name: name if outer is None else outer.name_of(name) for name in weights}
     tensors = {peft_key(named[name]): weight.contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return tensors
+
+
+def _are_unique(plan: Plan, layers: Sequence[str]) -> bool:
+    """True if these names are those of adapted layers only."""
+    shape = plan.model_shape
+    linears = [*shape.linears, *shape.dense_linears]
+    linears += [each for kind in (shape.traced.kinds if shape.traced is not None else ()) for each in kind.linears]
+    return not {each.name for each in linears if not each.adapter_rank_factor} & {*layers}
+
+
+def _exact_targets(plan: Plan) -> Any:  # noqa: ANN401  # PEFT's LoraConfig
+    """PEFT's description of the adapters by the model itself, built without memory."""
+    load_model_code(plan.model_code)
+    with torch.device("meta"), no_init_weights():
+        model = causal_model(config_of(plan.model_config), attn_implementation="eager")
+    return adapter_config(model, plan.job.train.lora)
 
 
 def add_tokenizer(plan: Plan, folder: Path) -> str | None:
