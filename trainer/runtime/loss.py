@@ -97,7 +97,7 @@ def install_loss_head(
     if getattr(config, "output_router_logits", False):
         raise InputError(
             "config.json: output_router_logits is true, which adds a loss that balances experts; shardwise computes "
-            "the loss of tokens only: set it to false"
+            "it by a setting of the job: set it to false, and train.router_aux_loss to the coefficient"
         )
     softcap = getattr(config, "final_logit_softcapping", None)
     liger = LigerLoss(softcap, is_pinned=is_pinned) if head is LossHead.FUSED_LINEAR else None

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.trainer.runtime.attention.packed import FLASH
 from shardwise.trainer.runtime.models.build import make_trainable
 from shardwise.trainer.runtime.models.methods import rank_factors
+from shardwise.trainer.runtime.models.router_loss import router_loss_problem
 from shardwise.trainer.runtime.models.targets import component_of, experts_in, read_past_forward, routers_of
 from shardwise.trainer.simulation.build import base_on_meta, blocks_of
 from shardwise.trainer.simulation.checks import loss_obstacle
@@ -157,6 +158,7 @@ def _shape_of(model: PreTrainedModel) -> ModelShape:
         attention_softcap=config.first(("attn_logit_softcapping",)),
         logit_softcap=config.first(("final_logit_softcapping",)),
         attentions=_attentions(model, config),
+        has_router_loss=experts > 1 and router_loss_problem(model) is None,
         is_described=True,
     )
 

@@ -43,6 +43,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, modeling_utils
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.trainer.runtime.checkpoint import canonical_name
@@ -51,17 +52,19 @@ from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, copy_tokeniz
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.export.model_card import Export, base_of, model_card
 from shardwise.trainer.runtime.models.build import plain_model
+from shardwise.trainer.runtime.models.configs import config_of
+from shardwise.trainer.runtime.models.meta_model import causal_model
 from shardwise.trainer.runtime.models.methods import (
     ADAPTER,
-    adapter_config,
     TRANSPOSED,
     adapted_layers,
+    adapter_config,
     is_adapted,
     peft_config,
     peft_key,
     quantised_layers,
 )
-from shardwise.trainer.runtime.models.model_code import write_model_code
+from shardwise.trainer.runtime.models.model_code import load_model_code, write_model_code
 from shardwise.trainer.runtime.models.outer import OF_EXPERTS, outer_of
 from shardwise.trainer.runtime.models.weight_files import check_model_written, check_written
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError

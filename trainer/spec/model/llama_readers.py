@@ -383,6 +383,7 @@ def _with_experts(
         dense_linears=dense if num_dense else (),
         ffn_size=down.num_inputs,
         num_experts=down.num_copies,
+        has_router_loss=True,
         experts_per_token=down.num_used,
     )
 
