@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
-from msgspec.structs import replace
 from architecture_factory import TINY, VARIANTS
+from msgspec.structs import replace
 
 from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.spec.errors import InputError

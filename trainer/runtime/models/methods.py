@@ -72,6 +72,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraJob, precision: Precision) ->
         with warnings.catch_warnings():
             # PEFT warns of each Conv1D or linear layer for which fan_in_fan_out is the other way round, and sets it.
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+            # It looks for the rank of experts among the modules alone, and uses it none the less.
+            warnings.filterwarnings("ignore", "The following .*_pattern keys did not match", RuntimeWarning)
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise _refused(lora, error) from error

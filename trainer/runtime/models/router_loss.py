@@ -82,7 +82,8 @@ def row_mask(row_lengths: tuple[int, ...], width: int, device: torch.device) -> 
 
 
 def _function_of(model: PreTrainedModel) -> Any:  # noqa: ANN401  # a function of transformers
-    return getattr(sys.modules[type(model).__module__], _FUNCTION, None)
+    modules = (sys.modules[owner.__module__] for owner in type(model).__mro__)  # FSDP2 puts a class of its own first
+    return next((found for module in modules if (found := getattr(module, _FUNCTION, None)) is not None), None)
 
 
 def _routers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
