@@ -107,7 +107,7 @@ def install_loss_head(
     if getattr(config, "output_router_logits", False):
         raise InputError(
             "config.json: output_router_logits is true, which adds a loss that balances experts; shardwise computes "
-            "the loss of tokens only: set it to false"
+            "it by a setting of the job: set it to false, and train.router_aux_loss to the coefficient"
         )
     rule = logits_rule(model)
     if rule is None and head is not LossHead.EAGER:

@@ -320,6 +320,7 @@ def first_configuration(
         flash_kernel=flash_kernel(context, taken),
         lora=context.job.train.lora,
         galore=context.job.train.galore,
+        router_aux_loss=context.job.train.router_aux_loss,
     )
 
 

@@ -81,6 +81,7 @@ class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
     other_parameters: int = 0  # that no field counts, of a described model; negative if blocks share weights
     loss_obstacle: str | None = None  # why no loss here is this model's
     loss_heads: tuple[LossHead, ...] = tuple(LossHead)  # that compute its loss; `eager` alone for logits of its own
+    has_router_loss: bool = False  # transformers has a loss that balances its experts
     quant: Quant | None = None  # of a base that is stored in 4 bit
     packed_linears: int | None = None  # weights of the blocks' linear layers that it stores so; None: all of them are
     packing_obstacle: str | None = None  # why packed documents are not learned as alone, or not known to be
