@@ -208,7 +208,7 @@ _EXACT, _SAME_LOSS = 1e-5, 1e-6  # relative
 _NOT_FOLLOWED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
 
-class _Decoded(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers' is untyped
+class _Decoded(BaseModelOutputWithPast):
     """The hidden states of a decoder, which has nothing else."""
 
     def __getattr__(self, name: str) -> None:

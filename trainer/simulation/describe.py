@@ -69,7 +69,7 @@ def describe_traced(request: TraceRequest) -> ModelShape:
     try:
         traced = traced_blocks(model, request, lambda block: linears_of(block, config, reach))
     except InputError:
-        return describe(request.description)
+        return replace(shape, **obstacles)
     return replace(shape, traced=traced, **obstacles)
 
 

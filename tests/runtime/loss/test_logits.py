@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from zoo import NUM_IDS, config_of, model_of
 
 from shardwise.trainer.runtime.loss import IGNORED, LogitsRule, LossOutput, install_loss_head, logits_rule, shift
@@ -92,6 +99,12 @@ def test_a_head_that_multiplies_hidden_states_is_refused_for_logits_of_the_model
         install_loss_head(model_of("bert"), LossHead.CHUNKED, chunk_tokens=None)
 
 
+def llama() -> LlamaConfig:
+    config = config_of("llama")
+    assert isinstance(config, LlamaConfig)
+    return config
+
+
 def test_a_weight_that_is_zero_at_first_does_not_look_like_a_plain_head():
     class Shifted(LlamaForCausalLM):
         def forward(self, *args: Any, **named: Any) -> Any:
@@ -99,7 +112,7 @@ def test_a_weight_that_is_zero_at_first_does_not_look_like_a_plain_head():
             output.logits = output.logits + self.shift
             return output
 
-    model = Shifted(config_of("llama"))
+    model = Shifted(llama())
     model.shift = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
     assert logits_rule(model) is None
 
@@ -115,7 +128,7 @@ class WithPenalty(LlamaForCausalLM):
 
 
 def test_a_further_part_of_a_models_own_loss_is_found():
-    config = config_of("llama")
+    config = llama()
     with torch.device("meta"):
         plain, penalised = LlamaForCausalLM(config), WithPenalty(config)
     assert measure_rows(plain) == RowFindings()

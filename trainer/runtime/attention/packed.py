@@ -113,11 +113,11 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
     try:
         yield
     finally:
-        for module, forward in before.items():
+        for module, own in before.items():
             del module.forward
-            if forward is not None:
+            if own is not None:
                 seam = module
-                seam.forward = forward
+                seam.forward = own
 
 
 def _looked_up(table: nn.Embedding, positions: Tensor, /, *_: object, **__: object) -> "Tensor | _OfRows":
