@@ -148,6 +148,7 @@ def without_gradient(model: PreTrainedModel) -> set[str]:
     }
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", COVERED)
 def test_the_coverage_of_a_plan_is_that_of_the_model(model_type):
     shape = _shape_of(model_type)

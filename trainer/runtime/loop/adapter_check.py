@@ -87,8 +87,8 @@ def without_gradient(adapters: Sequence[_Adapter], flags: Sequence[bool], *, num
     lines = []
     if experts:
         shown = [
-            f"layer {_layer(holder)}: experts {_ranges(idle)} of {count}"
-            for holder, (idle, count) in [*experts.items()][:_SHOWN]
+            f"layer {_layer(owner)}: experts {_ranges(idle)} of {count}"
+            for owner, (idle, count) in [*experts.items()][:_SHOWN]
         ]
         more = f"; and {len(experts) - _SHOWN} more layers" if len(experts) > _SHOWN else ""
         lines.append(f"no token in {steps}, so no gradient for the adapters of {'; '.join(shown)}{more}")
@@ -110,15 +110,15 @@ def _missing(adapters: Sequence[_Adapter], flags: Sequence[bool]) -> tuple[list[
         place += num_experts
         single = _EXPERT.fullmatch(path)
         if num_experts > 1 or single is not None:
-            holder = path.replace(".base_layer", "") if single is None else single[1]
+            owner = path.replace(".base_layer", "") if single is None else single[1]
             first = 0 if single is None else int(single[2])
-            known = learned.setdefault(holder, {})
+            known = learned.setdefault(owner, {})
             for expert, flag in enumerate(own, first):
                 known[expert] = known.get(expert, False) or flag
         elif not own[0]:
             layers.append(path)
-    experts = {holder: ([each for each, flag in own.items() if not flag], len(own)) for holder, own in learned.items()}
-    return layers, {holder: (idle, count) for holder, (idle, count) in experts.items() if idle}
+    experts = {owner: ([each for each, flag in own.items() if not flag], len(own)) for owner, own in learned.items()}
+    return layers, {owner: (idle, count) for owner, (idle, count) in experts.items() if idle}
 
 
 def _layer(path: str) -> str:

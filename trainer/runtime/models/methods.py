@@ -100,7 +100,7 @@ def adapter_config(model: PreTrainedModel, lora: LoraJob) -> Any:  # noqa: ANN40
     parameters, routers = {*(config.target_parameters or ())}, routers_of(model)
     if is_all:
         names = default_layers(model)
-        if config.target_modules != ALL_LINEAR:  # PEFT takes the other names for experts
+        if config.target_modules != ALL_LINEAR:  # PEFT treats the other names as experts
             names = [name for name in names if name.rpartition(".")[2] in config.target_modules]
         parameters = {each for each in parameters if _has_one_outside(model, each, routers)}
     else:

@@ -3,7 +3,7 @@
 Four rules, and no list of names, decide what `all-linear` leaves out:
 
     the head           its weight is read by the loss
-    routers            what stands beside experts and does not lead back to the hidden size: it chooses experts, or
+    routers            what is next to experts and does not lead back to the hidden size: it chooses experts, or
                        weights them; an adapter on it moves tokens to other experts, so it is opt-in by name
     weights read past  a layer whose weight another module reads by itself (`self.out_proj.weight` in the class of a
     the forward        Mamba layer, for its kernel), or whose own class has another forward than a linear layer: an
@@ -16,8 +16,8 @@ and devices of a weight may be read anywhere. What these rules miss is in the re
 (`loop/adapter_check.py`).
 
 Experts that transformers keeps in one tensor of three dimensions get adapters where PEFT knows them under the names of
-their former layers (`gate_proj`, `up_proj`, `down_proj`, or `w1` to `w3`). In those models PEFT takes every layer of
-such a name for an expert's, so that shared experts and dense layers have no adapters there.
+their former layers (`gate_proj`, `up_proj`, `down_proj`, or `w1` to `w3`). In those models PEFT treats every layer of
+such a name as an expert's, so that shared experts and dense layers have no adapters there.
 """
 
 import ast
@@ -84,18 +84,18 @@ def _computes_alike(module: nn.Linear | Conv1D) -> bool:
 
 
 def experts_in(root: nn.Module) -> list[Experts]:
-    """The modules below `root` that hold experts and have a router beside them."""
+    """The modules below `root` that hold experts and have a router next to them."""
     found = [
         Experts(path, path.rpartition(".")[0], count)
         for path, module in root.named_modules()
         if path and (count := _num_experts(path, module)) is not None
     ]
-    return [each for each in found if any(_beside(root, each))]
+    return [each for each in found if any(_next_to(root, each))]
 
 
 def routers_of(root: nn.Module) -> set[str]:
     """Paths of the routers below `root`: all that is in them belongs to them."""
-    return {path for each in experts_in(root) for path in _beside(root, each)}
+    return {path for each in experts_in(root) for path in _next_to(root, each)}
 
 
 def is_inside(path: str, roots: set[str]) -> bool:
@@ -117,11 +117,11 @@ def _num_experts(path: str, module: nn.Module) -> int | None:
     return 0 if _EXPERTS in names and any(len(_shape(weight)) == 2 for weight in own) else None
 
 
-def _beside(root: nn.Module, experts: Experts) -> Iterator[str]:
-    """Paths of the routers beside experts.
+def _next_to(root: nn.Module, experts: Experts) -> Iterator[str]:
+    """Paths of the routers next to experts.
 
     Below the module that routes, everything leads back to the hidden size or into the experts, but for the router. In
-    a block, where attention stands beside them as well, it is what has an output for each expert.
+    a block, where attention is next to them as well, it is what has an output for each expert.
     """
     parent_path = experts.parent
     parent = root.get_submodule(parent_path)
