@@ -50,7 +50,7 @@ class Experts(NamedTuple):
 
     path: str
     parent: str
-    count: int  # 0 where the tensors do not show it
+    number: int  # 0 where the tensors do not show it
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -125,7 +125,7 @@ def _next_to(root: nn.Module, experts: Experts) -> Iterator[str]:
     """
     parent_path = experts.parent
     parent = root.get_submodule(parent_path)
-    if experts.count == 0:  # one level more: the tensors are in a module of their own
+    if experts.number == 0:  # one level more: the tensors are in a module of their own
         parent_path = parent_path.rpartition(".")[0] if parent_path.endswith(_EXPERTS) else parent_path
         parent = root.get_submodule(parent_path)
     is_block = parent is root or isinstance(parent, GradientCheckpointingLayer)
@@ -137,8 +137,8 @@ def _next_to(root: nn.Module, experts: Experts) -> Iterator[str]:
         outputs = [shape[0] for shape in _matrices(child)]
         if not outputs or _leads_back(child) or any(len(_shape(weight)) == 3 for weight in child.parameters()):
             continue
-        feeds_experts = is_linear(child) and outputs[0] in inputs and outputs[0] != experts.count
-        if experts.count in outputs if is_block else not feeds_experts:
+        feeds_experts = is_linear(child) and outputs[0] in inputs and outputs[0] != experts.number
+        if experts.number in outputs if is_block else not feeds_experts:
             yield path
 
 
@@ -177,14 +177,14 @@ def read_past_forward(model: nn.Module) -> dict[str, str]:
                 continue
             if not is_linear(child):
                 found[inside + name] = f"{type(child).__name__} does not compute as a linear layer does"
-            elif any(read.name == name and read.is_live(module) for read in _reads(type(module))):
+            elif any(read.name == name and read.is_live(module) for read in _reads(type(module))):  # type: ignore[arg-type]  # as below
                 found[inside + name] = f"{type(module).__name__} reads its weight by itself, for a kernel of its own"
     return found
 
 
 def without_effect(model: nn.Module) -> dict[str, str]:
     """The linear layers on which an adapter does not learn what it would on a linear layer: why, by their paths."""
-    silent = {path: module for path, module in model.named_modules() if _is_without_gradient(type(module))}
+    silent = {path: module for path, module in model.named_modules() if _is_without_gradient(type(module))}  # type: ignore[arg-type]  # a class can be hashed
     found = {
         path: f"{type(silent[root]).__name__} runs without gradients"
         for root in silent
@@ -195,7 +195,7 @@ def without_effect(model: nn.Module) -> dict[str, str]:
 
 
 @cache
-def _is_without_gradient(owner: type[nn.Module]) -> bool:
+def _is_without_gradient(owner: type) -> bool:
     """True if the forward of a class is decorated with `torch.no_grad`."""
     forwards = (function for function in _functions(owner) if function.name == "forward")
     return any("no_grad" in ast.unparse(each) for forward in forwards for each in forward.decorator_list)
@@ -223,7 +223,7 @@ class _UnknownError(Exception):
 
 
 @cache
-def _reads(owner: type[nn.Module]) -> tuple[_Read, ...]:
+def _reads(owner: type) -> tuple[_Read, ...]:
     found = []
     for function in _functions(owner):
         parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
@@ -236,7 +236,7 @@ def _reads(owner: type[nn.Module]) -> tuple[_Read, ...]:
     return tuple(found)
 
 
-def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
+def _functions(owner: type) -> Iterator[ast.FunctionDef]:
     """The methods of a class, those it inherits included, that may run in a forward."""
     for name, method in inspect.getmembers(owner, inspect.isfunction):
         is_general = method.__module__.startswith(("torch.", "peft.")) or method.__qualname__.startswith(_GENERAL)
