@@ -1,13 +1,13 @@
 """After the first steps a run names the layers and experts whose adapters have had no gradient."""
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import zoo
 from torch import nn
 
-from shardwise.trainer.runtime.loop.adapter_check import adapters_of, have_learned, without_gradient
+from shardwise.trainer.runtime.loop.adapter_check import Adapter, adapters_of, have_learned, without_gradient
 from shardwise.trainer.runtime.models.methods import add_adapters, trained_parameters
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.strategy import Precision
@@ -15,7 +15,7 @@ from shardwise.trainer.spec.strategy import Precision
 CPU = torch.device("cpu")
 
 
-def trained(model: nn.Module, *, num_steps: int = 2) -> nn.Module:
+def trained(model: Any, *, num_steps: int = 2) -> nn.Module:
     """The model after some steps on a few tokens."""
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-3, weight_decay=0.1)
     ids = torch.randint(3, 200, (1, 32), generator=torch.Generator().manual_seed(0))
@@ -30,7 +30,7 @@ def test_experts_without_a_token_are_named_by_layer_and_number():
     model = zoo.model_of("qwen3_moe", noise=0.0)
     add_adapters(model, LoraJob(rank=2), Precision.FP32)
     for layer, idle in ((0, (1,)), (1, (0, 2))):
-        gate = model.get_submodule(f"model.layers.{layer}.mlp.gate")
+        gate: Any = model.get_submodule(f"model.layers.{layer}.mlp.gate")
         with torch.no_grad():  # equal scores: the first in order is chosen
             gate.weight.zero_()
         gate.forward = _without(gate, idle)
@@ -42,7 +42,7 @@ def test_experts_without_a_token_are_named_by_layer_and_number():
     )
 
 
-def _without(gate: nn.Module, idle: tuple[int, ...]):
+def _without(gate: Any, idle: tuple[int, ...]):
     """The router's forward with tokens for the other experts alone."""
     others = [expert for expert in range(4) if expert not in idle][:2]
 
@@ -58,7 +58,7 @@ def _without(gate: nn.Module, idle: tuple[int, ...]):
 def test_a_layer_whose_adapter_is_never_called_is_named():
     model = zoo.model_of("llama")
     add_adapters(model, LoraJob(rank=2), Precision.FP32)
-    layer = model.get_submodule("model.layers.1.self_attn.o_proj")
+    layer: Any = model.get_submodule("model.layers.1.self_attn.o_proj")
     layer.forward = layer.base_layer.forward
     adapters = adapters_of(trained(model))
     (line,) = without_gradient(adapters, have_learned(model, adapters, CPU), num_steps=1)
@@ -67,8 +67,10 @@ def test_a_layer_whose_adapter_is_never_called_is_named():
 
 @pytest.mark.parametrize("num_layers", [8, 11])
 def test_no_more_than_eight_layers_are_listed(num_layers):
-    adapters = [SimpleNamespace(path=f"m.layers.{i}.mlp.experts.{e}.up") for i in range(num_layers) for e in range(3)]
-    lines = without_gradient([(each.path, 1, None) for each in adapters], [False, True, True] * num_layers, num_steps=5)
+    weight = nn.Parameter(torch.zeros(()))
+    paths = [f"m.layers.{layer}.mlp.experts.{expert}.up" for layer in range(num_layers) for expert in range(3)]
+    adapters = [Adapter(path, 1, weight) for path in paths]
+    lines = without_gradient(adapters, [False, True, True] * num_layers, num_steps=5)
     assert lines[0].count("layer ") == 8
     assert lines[0].endswith("; and 3 more layers") is (num_layers == 11)
 

@@ -1,7 +1,9 @@
 """Adapters reach what they train: routers only by name, no layer that is read past its forward, experts where known."""
 
+import json
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from planning_factory import plan_of
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from shardwise.launch.plan.trace import traced_shape
 from shardwise.trainer.planning.candidates import configuration_of
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory.precision_policy import adapter_elements, coverage_of, dims_of
@@ -19,7 +22,7 @@ from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.runtime.models.methods import add_adapters, shortest_names, trained_parameters
 from shardwise.trainer.runtime.models.quantisation import Packing, put_empty_layers
 from shardwise.trainer.runtime.models.targets import read_past_forward, routers_of
-from shardwise.trainer.simulation.describe import describe, describe_traced
+from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import TraceRequest
@@ -148,9 +151,10 @@ def without_gradient(model: PreTrainedModel) -> set[str]:
     }
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", COVERED)
-def test_the_coverage_of_a_plan_is_that_of_the_model(model_type):
-    shape = _shape_of(model_type)
+def test_the_coverage_of_a_plan_is_that_of_the_model(model_type, tmp_path):
+    shape = _shape_of(model_type, tmp_path)
     dims, configuration = dims_of(shape), _configuration(LoraJob(rank=3))
     rows = {row.component: row for row in coverage_of(configuration, dims)}
     model = on_meta(model_type)
@@ -160,10 +164,9 @@ def test_the_coverage_of_a_plan_is_that_of_the_model(model_type):
         layer.in_features * layer.out_features for layer in layers
     )
     add_adapters(model, LoraJob(rank=3), Precision.FP32)
-    bases = [module.get_base_layer() for module in model.modules() if hasattr(module, "lora_A")]
+    layers_with: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
     covered = sum(
-        getattr(base, module.parameter_name).numel() if hasattr(module, "parameter_name") else base.weight.numel()
-        for module, base in zip((each for each in model.modules() if hasattr(each, "lora_A")), bases, strict=True)
+        getattr(each.get_base_layer(), getattr(each, "parameter_name", "weight")).numel() for each in layers_with
     )
     assert sum(row.num_adapted for row in rows.values()) == covered
     assert rows[Component.ROUTER].num_adapted == 0 < rows[Component.EXPERTS].num_weights
@@ -178,13 +181,15 @@ def test_the_coverage_of_a_plan_is_that_of_the_model(model_type):
         assert adapter_elements(configuration, dims) == elements
 
 
-def _shape_of(model_type: str) -> ModelShape:
+def _shape_of(model_type: str, cache: Path) -> ModelShape:
     """The shape as a plan has it: of a model with more than two kinds of blocks from its trace."""
-    description = DescriptionRequest(model_config=zoo.config_of(model_type).to_dict(), origin="config.json")
+    config = json.loads(zoo.config_of(model_type).to_json_string(use_diff=False))  # as a file has it
+    description = DescriptionRequest(model_config=config, origin="config.json")
     if model_type != "nemotron_h":
         return describe(description)
     mode = Mode(method=Method.LORA, compute_bytes=4, is_autocast=False, attention=Attention.EAGER)
-    return describe_traced(TraceRequest(description=description, modes=(mode,), lora=LoraJob(rank=3), seq_len=64))
+    request = TraceRequest(description=description, modes=(mode,), lora=LoraJob(rank=3), seq_len=64)
+    return traced_shape(request, cache=cache)
 
 
 def _configuration(lora: LoraJob) -> Configuration:

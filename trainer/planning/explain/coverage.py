@@ -31,7 +31,7 @@ def coverage_lines(plan: Plan) -> Iterator[str]:
 
 
 def coverage_gap(plan: Plan) -> str | None:
-    """The large parts that adapters or 4-bit storage leave out, for the first screen; None where there are none."""
+    """The large parts that adapters or 4-bit storage do not cover, for the first screen; None where there are none."""
     rows = plan.coverage
     if {row.component for row in rows} <= _USUAL:
         return None

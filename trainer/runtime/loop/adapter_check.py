@@ -26,7 +26,9 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")  # of experts that are modules of their own
 
 
-class _Adapter(NamedTuple):
+class Adapter(NamedTuple):
+    """The adapter of a layer, or of the experts that share one."""
+
     path: str
     num_experts: int  # that share it; 1 of a layer
     weight: nn.Parameter  # [outputs, rank x experts]
@@ -56,18 +58,18 @@ class AdapterCheck:
             session.state.verified = replace(verified, facts=verified.facts | fact)
 
 
-def adapters_of(model: nn.Module) -> list[_Adapter]:
+def adapters_of(model: nn.Module) -> list[Adapter]:
     """The adapters of a model, in its order."""
     found = []
     for path, module in model.named_modules():
         matrices: Any = getattr(module, "lora_B", None)
         if isinstance(matrices, nn.ModuleDict) and ADAPTER in matrices:
             weight: Any = matrices[ADAPTER].weight
-            found.append(_Adapter(path, int(getattr(module, "num_experts", 1)), weight))
+            found.append(Adapter(path, int(getattr(module, "num_experts", 1)), weight))
     return found
 
 
-def have_learned(model: nn.Module, adapters: Sequence[_Adapter], device: torch.device) -> list[bool]:
+def have_learned(model: nn.Module, adapters: Sequence[Adapter], device: torch.device) -> list[bool]:
     """A flag for each adapter, or for each expert of one: true if some rank's part of its matrix is not zero."""
     engine, flags = running_engine(model), []
     with torch.no_grad():
@@ -80,15 +82,15 @@ def have_learned(model: nn.Module, adapters: Sequence[_Adapter], device: torch.d
     return [bool(flag) for flag in found.tolist()]
 
 
-def without_gradient(adapters: Sequence[_Adapter], flags: Sequence[bool], *, num_steps: int) -> list[str]:
+def without_gradient(adapters: Sequence[Adapter], flags: Sequence[bool], *, num_steps: int) -> list[str]:
     """A line on experts, and one on layers, whose adapters have had no gradient; none where all have."""
     steps = f"{num_steps} step{'s' if num_steps > 1 else ''}"
     layers, experts = _missing(adapters, flags)
     lines = []
     if experts:
         shown = [
-            f"layer {_layer(holder)}: experts {_ranges(idle)} of {count}"
-            for holder, (idle, count) in [*experts.items()][:_SHOWN]
+            f"layer {_layer(owner)}: experts {_ranges(idle)} of {count}"
+            for owner, (idle, count) in [*experts.items()][:_SHOWN]
         ]
         more = f"; and {len(experts) - _SHOWN} more layers" if len(experts) > _SHOWN else ""
         lines.append(f"no token in {steps}, so no gradient for the adapters of {'; '.join(shown)}{more}")
@@ -100,7 +102,7 @@ def without_gradient(adapters: Sequence[_Adapter], flags: Sequence[bool], *, num
     return lines
 
 
-def _missing(adapters: Sequence[_Adapter], flags: Sequence[bool]) -> tuple[list[str], dict[str, tuple[list[int], int]]]:
+def _missing(adapters: Sequence[Adapter], flags: Sequence[bool]) -> tuple[list[str], dict[str, tuple[list[int], int]]]:
     """Layers without a gradient, and by the module that holds experts those of them without, and how many it has."""
     layers: list[str] = []
     learned: dict[str, dict[int, bool]] = {}
@@ -110,15 +112,15 @@ def _missing(adapters: Sequence[_Adapter], flags: Sequence[bool]) -> tuple[list[
         place += num_experts
         single = _EXPERT.fullmatch(path)
         if num_experts > 1 or single is not None:
-            holder = path.replace(".base_layer", "") if single is None else single[1]
+            owner = path.replace(".base_layer", "") if single is None else single[1]
             first = 0 if single is None else int(single[2])
-            known = learned.setdefault(holder, {})
+            known = learned.setdefault(owner, {})
             for expert, flag in enumerate(own, first):
                 known[expert] = known.get(expert, False) or flag
         elif not own[0]:
             layers.append(path)
-    experts = {holder: ([each for each, flag in own.items() if not flag], len(own)) for holder, own in learned.items()}
-    return layers, {holder: (idle, count) for holder, (idle, count) in experts.items() if idle}
+    experts = {owner: ([each for each, flag in own.items() if not flag], len(own)) for owner, own in learned.items()}
+    return layers, {owner: (idle, count) for owner, (idle, count) in experts.items() if idle}
 
 
 def _layer(path: str) -> str:

@@ -47,7 +47,7 @@ class Terms(NamedTuple):
     num_terms: int  # what a mean of losses or figures is over: targets, or pairs
     num_targets: int  # tokens that count
     figures: Sequence[Tensor] = ()  # sums without a gradient, one for each name of the objective
-    added: Tensor | None = None  # a scalar with its gradient that is trained beside the loss and is no part of it
+    added: Tensor | None = None  # a scalar with its gradient that is trained in addition to the loss
 
 
 class Objective(Protocol):

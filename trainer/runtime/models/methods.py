@@ -25,7 +25,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,7 +100,7 @@ def adapter_config(model: PreTrainedModel, lora: LoraJob) -> Any:  # noqa: ANN40
     parameters, routers = {*(config.target_parameters or ())}, routers_of(model)
     if is_all:
         names = default_layers(model)
-        if config.target_modules != ALL_LINEAR:  # PEFT takes the other names for experts
+        if config.target_modules != ALL_LINEAR:  # PEFT treats the other names as experts
             names = [name for name in names if name.rpartition(".")[2] in config.target_modules]
         parameters = {each for each in parameters if _has_one_outside(model, each, routers)}
     else:
@@ -237,7 +237,7 @@ def peft_key(name: str) -> str:
     return f"base_model.model.{key.removesuffix('.weight') if 'lora_magnitude_vector' in key else key}"
 
 
-def _check_named(model: PreTrainedModel, targets: list[str], layers: dict[str, nn.Module]) -> None:
+def _check_named(model: PreTrainedModel, targets: list[str], layers: Mapping[str, nn.Module]) -> None:
     head, idle = model.get_output_embeddings(), without_effect(model)
     for target in targets:
         named = [name for name in layers if _is_named(name, target)]

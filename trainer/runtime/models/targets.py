@@ -3,7 +3,7 @@
 Four rules, and no list of names, decide what `all-linear` leaves out:
 
     the head           its weight is read by the loss
-    routers            what stands beside experts and does not lead back to the hidden size: it chooses experts, or
+    routers            what is next to experts and does not lead back to the hidden size: it chooses experts, or
                        weights them; an adapter on it moves tokens to other experts, so it is opt-in by name
     weights read past  a layer whose weight another module reads by itself (`self.out_proj.weight` in the class of a
     the forward        Mamba layer, for its kernel), or whose own class has another forward than a linear layer: an
@@ -16,8 +16,8 @@ and devices of a weight may be read anywhere. What these rules miss is in the re
 (`loop/adapter_check.py`).
 
 Experts that transformers keeps in one tensor of three dimensions get adapters where PEFT knows them under the names of
-their former layers (`gate_proj`, `up_proj`, `down_proj`, or `w1` to `w3`). In those models PEFT takes every layer of
-such a name for an expert's, so that shared experts and dense layers have no adapters there.
+their former layers (`gate_proj`, `up_proj`, `down_proj`, or `w1` to `w3`). In those models PEFT treats every layer of
+such a name as an expert's, so that shared experts and dense layers have no adapters there.
 """
 
 import ast
@@ -50,7 +50,7 @@ class Experts(NamedTuple):
 
     path: str
     parent: str
-    count: int  # 0 where the tensors do not show it
+    number: int  # 0 where the tensors do not show it
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -84,18 +84,18 @@ def _computes_alike(module: nn.Linear | Conv1D) -> bool:
 
 
 def experts_in(root: nn.Module) -> list[Experts]:
-    """The modules below `root` that hold experts and have a router beside them."""
+    """The modules below `root` that hold experts and have a router next to them."""
     found = [
         Experts(path, path.rpartition(".")[0], count)
         for path, module in root.named_modules()
         if path and (count := _num_experts(path, module)) is not None
     ]
-    return [each for each in found if any(_beside(root, each))]
+    return [each for each in found if any(_next_to(root, each))]
 
 
 def routers_of(root: nn.Module) -> set[str]:
     """Paths of the routers below `root`: all that is in them belongs to them."""
-    return {path for each in experts_in(root) for path in _beside(root, each)}
+    return {path for each in experts_in(root) for path in _next_to(root, each)}
 
 
 def is_inside(path: str, roots: set[str]) -> bool:
@@ -117,15 +117,15 @@ def _num_experts(path: str, module: nn.Module) -> int | None:
     return 0 if _EXPERTS in names and any(len(_shape(weight)) == 2 for weight in own) else None
 
 
-def _beside(root: nn.Module, experts: Experts) -> Iterator[str]:
-    """Paths of the routers beside experts.
+def _next_to(root: nn.Module, experts: Experts) -> Iterator[str]:
+    """Paths of the routers next to experts.
 
     Below the module that routes, everything leads back to the hidden size or into the experts, but for the router. In
-    a block, where attention stands beside them as well, it is what has an output for each expert.
+    a block, where attention is next to them as well, it is what has an output for each expert.
     """
     parent_path = experts.parent
     parent = root.get_submodule(parent_path)
-    if experts.count == 0:  # one level more: the tensors are in a module of their own
+    if experts.number == 0:  # one level more: the tensors are in a module of their own
         parent_path = parent_path.rpartition(".")[0] if parent_path.endswith(_EXPERTS) else parent_path
         parent = root.get_submodule(parent_path)
     is_block = parent is root or isinstance(parent, GradientCheckpointingLayer)
@@ -137,8 +137,8 @@ def _beside(root: nn.Module, experts: Experts) -> Iterator[str]:
         outputs = [shape[0] for shape in _matrices(child)]
         if not outputs or _leads_back(child) or any(len(_shape(weight)) == 3 for weight in child.parameters()):
             continue
-        feeds_experts = is_linear(child) and outputs[0] in inputs and outputs[0] != experts.count
-        if experts.count in outputs if is_block else not feeds_experts:
+        feeds_experts = is_linear(child) and outputs[0] in inputs and outputs[0] != experts.number
+        if experts.number in outputs if is_block else not feeds_experts:
             yield path
 
 
@@ -177,14 +177,14 @@ def read_past_forward(model: nn.Module) -> dict[str, str]:
                 continue
             if not is_linear(child):
                 found[inside + name] = f"{type(child).__name__} does not compute as a linear layer does"
-            elif any(read.name == name and read.is_live(module) for read in _reads(type(module))):
+            elif any(read.name == name and read.is_live(module) for read in _reads(type(module))):  # type: ignore[arg-type]  # as below
                 found[inside + name] = f"{type(module).__name__} reads its weight by itself, for a kernel of its own"
     return found
 
 
 def without_effect(model: nn.Module) -> dict[str, str]:
     """The linear layers on which an adapter does not learn what it would on a linear layer: why, by their paths."""
-    silent = {path: module for path, module in model.named_modules() if _is_without_gradient(type(module))}
+    silent = {path: module for path, module in model.named_modules() if _is_without_gradient(type(module))}  # type: ignore[arg-type]  # a class can be hashed
     found = {
         path: f"{type(silent[root]).__name__} runs without gradients"
         for root in silent
@@ -195,7 +195,7 @@ def without_effect(model: nn.Module) -> dict[str, str]:
 
 
 @cache
-def _is_without_gradient(owner: type[nn.Module]) -> bool:
+def _is_without_gradient(owner: type) -> bool:
     """True if the forward of a class is decorated with `torch.no_grad`."""
     forwards = (function for function in _functions(owner) if function.name == "forward")
     return any("no_grad" in ast.unparse(each) for forward in forwards for each in forward.decorator_list)
@@ -223,7 +223,7 @@ class _UnknownError(Exception):
 
 
 @cache
-def _reads(owner: type[nn.Module]) -> tuple[_Read, ...]:
+def _reads(owner: type) -> tuple[_Read, ...]:
     found = []
     for function in _functions(owner):
         parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
@@ -236,7 +236,7 @@ def _reads(owner: type[nn.Module]) -> tuple[_Read, ...]:
     return tuple(found)
 
 
-def _functions(owner: type[nn.Module]) -> Iterator[ast.FunctionDef]:
+def _functions(owner: type) -> Iterator[ast.FunctionDef]:
     """The methods of a class, those it inherits included, that may run in a forward."""
     for name, method in inspect.getmembers(owner, inspect.isfunction):
         is_general = method.__module__.startswith(("torch.", "peft.")) or method.__qualname__.startswith(_GENERAL)

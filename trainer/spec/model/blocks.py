@@ -19,7 +19,7 @@ class Component(StrEnum):
     STATE = "state layers"  # state spaces, linear attention, convolutions over tokens
     FEED_FORWARD = "feed-forward layers"
     EXPERTS = "experts"
-    SHARED_EXPERTS = "shared experts"  # feed-forward layers beside experts, which every token passes
+    SHARED_EXPERTS = "shared experts"  # feed-forward layers next to experts, which every token passes
     ROUTER = "routers"
 
 
