@@ -228,7 +228,7 @@ class Columns:
             is_mask = is_about_learning(column) and value and all(flag(each) is not None for each in value)
             if is_mask and self.find("tokens") is None:
                 raise UnusableRowError(
-                    f'has "{column}": a list, which nothing reads beside text; give each answer "weight": 0 or 1'
+                    f'has "{column}": a list, which nothing reads; give each answer "weight": 0 or 1'
                 )
             return None
         try:
