@@ -264,7 +264,7 @@ def _checked_part(part: Any, role: str) -> Message:  # noqa: ANN401 - any row
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else kind_of(part)
     if kind not in _PART_TYPES or not isinstance(part.get("text"), str):
-        remedy = _REMEDIES.get(kind, "only text is learned; data.bad_rows=skip omits such rows")
+        remedy = _REMEDIES.get(str(kind), "only text is learned; data.bad_rows=skip omits such rows")
         raise UnusableRowError(f"has content with a part that is not text ({kind}); {remedy}")
     checked: Message = {"type": "text"}
     for key, value in part.items():
