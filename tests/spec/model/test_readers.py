@@ -212,6 +212,8 @@ def test_a_shape_says_how_its_blocks_differ(name, fields):
         ({"hidden_size": None}, "llama .*hidden_size"),
         ({"hidden_size": "wide"}, r"hidden_size .*\"wide\""),
         ({"vocab_size": 0}, r"vocab_size .*0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers .* at most 100000, .*1000000000"),
+        ({"vocab_size": 10**30}, "vocab_size .* at most 1099511627776"),
         ({"num_hidden_layers": True}, r"num_hidden_layers .*true"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 .*num_key_value_heads 4"),
         ({"hidden_size": 194, "head_dim": None}, "194 .* 6"),

@@ -15,7 +15,7 @@ experts is not added by this project's loss head.
 from msgspec.structs import replace
 
 from shardwise.trainer.spec.model.blocks import Component
-from shardwise.trainer.spec.model.config_fields import Fields
+from shardwise.trainer.spec.model.config_fields import MOST_LAYERS, Fields
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm
 from shardwise.trainer.spec.strategy import Attention
 
@@ -201,7 +201,7 @@ def gated_shape(fields: Fields, block_class: str, *, activation: str = "hidden_a
         vocab_size=fields.whole("vocab_size"),
         hidden_size=hidden,
         ffn_size=fields.whole("intermediate_size"),
-        num_layers=fields.whole("num_hidden_layers"),
+        num_layers=fields.whole("num_hidden_layers", most=MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.whole("num_key_value_heads", null=num_heads),
         head_dim=fields.head_dim(hidden=hidden, num_heads=num_heads),
@@ -390,7 +390,7 @@ def _with_experts(
 
 def _num_dense_layers(fields: Fields) -> int:
     """Blocks without experts: those the config lists, and all but every `decoder_sparse_step`th."""
-    num_layers = fields.whole("num_hidden_layers")
+    num_layers = fields.whole("num_hidden_layers", most=MOST_LAYERS)
     if fields.values.get("num_experts") == 0:
         return num_layers
     listed = set(fields.indices("mlp_only_layers"))
