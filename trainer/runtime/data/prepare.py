@@ -151,7 +151,7 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
         "template": None if template is None else (template.source, template.tool_source),
         "format_row": None if sources.reading.format_row is None else request.extension,
     }
-    if SHAPES[sources.reading.format].encoding is not Encoding.TEXT:
+    if any(map(holds_rows, (*request.files, *request.eval_files))):
         settings["rendering"] = RENDERING_FORMAT
     if request.window_bytes is not None:
         settings["stream"] = [request.window_bytes, [_identity_in_stream(file) for file in request.files]]
