@@ -144,7 +144,11 @@ def test_a_further_part_of_a_models_own_loss_is_found():
             "a token sees those after it; a decoder has is_decoder=true in its config.json",
         ),
         ("xlnet", {"attn_type": "bi"}, 'a token sees those after it; a decoder has attn_type="uni" in its config.json'),
-        ("big_bird", {"attention_type": "block_sparse"}, "a token sees those after it; a decoder has attention_type="),
+        (
+            "big_bird",
+            {"attention_type": "block_sparse", "block_size": 64, "num_random_blocks": 3},
+            "a token sees those after it; a decoder has attention_type=",
+        ),
         ("cpmant", {}, "a token sees those after it"),
         ("prophetnet", {}, "its own loss is more than the cross-entropy of its logits"),
         ("reformer", {}, "a row of 96 tokens cannot be trained ("),
