@@ -328,7 +328,7 @@ def hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor
 
 @contextmanager
 def _documents_apart(model: Any, input_ids: Tensor | None, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:  # noqa: ANN401  # as above
-    """The ids and what keeps documents apart, as inputs of the decoder; takes what describes rows from `inputs`."""
+    """The ids and what keeps documents apart, as inputs of the decoder; removes what describes rows from `inputs`."""
     assert input_ids is not None, "labels belong to ids"
     position_ids, bounds = inputs.pop("position_ids", None), inputs.pop("document_bounds", ())
     lengths = inputs.pop("row_lengths", ())
