@@ -13,7 +13,7 @@ from shardwise.trainer.planning.planner import check_job
 from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.loop.step import BalancedTokenLoss
 from shardwise.trainer.runtime.loss import IGNORED, install_loss_head
-from shardwise.trainer.runtime.models.router_loss import RouterLoss, row_mask
+from shardwise.trainer.runtime.models.router_loss import RouterLoss
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 from shardwise.trainer.spec.strategy import LossHead
@@ -41,7 +41,8 @@ def padded() -> MicroBatch:
 def test_a_padded_micro_batch_has_the_loss_and_the_gradients_of_transformers(model_type):
     model: Any = zoo.model_of(model_type)
     batch = padded()
-    mask = row_mask(batch.row_lengths, 24, CPU)
+    mask = torch.ones_like(IDS)
+    mask[1, 15:] = 0
     model.router_aux_loss_coef = COEFFICIENT
     theirs = model(input_ids=IDS, attention_mask=mask, labels=batch.labels, output_router_logits=True, use_cache=False)
     (theirs.loss * batch.num_targets).backward()
