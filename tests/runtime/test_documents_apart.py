@@ -31,7 +31,7 @@ BOUNDS = (0, 37, 38, 81, 96, 133, 134, 177, 192)  # of two such rows
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS]).expand(2, -1)
 # Positions of its own, MLA, an index of keys, windows in some blocks, sinks and experts, chunks; layers with a state.
 THINNED = ("bart", "deepseek_v3", "deepseek_v32", "exaone4", "gpt_oss", "lfm2", "llama4_text", "mamba", "qwen2_moe")
-REST = [pytest.param(each, marks=[pytest.mark.long, pytest.mark.products]) for each in types() if each not in THINNED]
+REST = [pytest.param(each, marks=pytest.mark.long) for each in types() if each not in THINNED]
 # Types that are not packed: their layers have a state, pool blocks of keys, or (OpenAI GPT) hold their own mask.
 KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "heavily_compressed_attention"})
 LOSS_TOLERANCE = 1e-5  # relative
@@ -97,6 +97,7 @@ def packed(model: PreTrainedModel, output: LossOutput) -> Tensor:
     return found
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("name", [*THINNED, *REST])
 def test_packed_documents_are_learned_as_alone_or_packing_is_off(name, record_property):
     """And rows that are padded beside longer ones have the logits of rows alone, for preferences and unpacked data."""
@@ -163,7 +164,7 @@ KERNELS = Path(__file__).parents[1] / "factories" / "state_kernels"
         ("lfm2", True, None),
         ("jamba", True, "what a document contains changes the losses of the next one in its row"),
         *(
-            pytest.param(name, True, None, marks=[pytest.mark.long, pytest.mark.products])
+            pytest.param(name, True, None, marks=[pytest.mark.long, pytest.mark.zoo])
             for name in ("bamba", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h", "qwen3_5_text", "zamba2")
         ),
     ],
