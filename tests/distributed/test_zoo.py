@@ -13,7 +13,7 @@ import torch
 from attempt_runs import losses_of, run_attempt
 from outcome_file import FINDING
 from rank_factory import write_attempt, write_packed_rows, write_rows
-from zoo import config_of, types
+from zoo import USED, config_of, types
 from zoo_outcome import NOT_TRAINED, newest_outcome, read_zoo
 from zoo_runs import loaded, logits_of, plain_losses, plain_model, saved_model, shape_by_plan, write_miniature, zoo_plan
 
@@ -31,16 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 FIRST, LATER = 1e-5, 1e-4  # relative differences of the loss before the first update and after it
 SAME = 1e-4  # of the standard deviation of the logits: what was saved, and the export of it
 ALIKE = 0.1  # likewise, from the plain loop: an update makes whole steps of gradients that are rounding
-# The newest families of each laboratory whose text models are downloaded and fine-tuned most, and the older models that
-# most tutorials, benchmarks and published fine-tunes use; of a family each type that transformers has of its own.
-USED = (
-    "llama", "llama4_text", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gemma", "gemma2",
-    "gemma3_text", "gemma4_text", "mistral", "ministral3", "mixtral", "phi", "phi3", "phimoe", "gpt_oss",
-    "deepseek_v2", "deepseek_v3", "glm4", "glm4_moe", "granite", "granitemoehybrid", "olmo2", "olmo3", "olmoe",
-    "falcon", "falcon_h1", "mamba2", "nemotron_h", "jamba", "lfm2", "smollm3", "cohere2", "exaone4", "starcoder2",
-    "gpt2", "gpt_neox", "opt", "bloom", "stablelm", "seed_oss", "hunyuan_v1_dense", "ernie4_5", "ernie4_5_moe",
-    "minimax_m2",
-)  # fmt: skip
 THINNED = ("gpt_oss",)  # experts, windows in some blocks, sinks
 LEAST_TRAINED = 0.75
 LORA = LoraJob(rank=4, alpha=8.0)

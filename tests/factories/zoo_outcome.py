@@ -1,13 +1,6 @@
-"""What the zoo came to, read from an outcome of `make test-long-zoo`, and what differs between two of them.
-
-    python tests/factories/zoo_outcome.py OLD.json NEW.json
-
-prints the types that are new, gone or different; exit code 1 if one that trained does not train any more, or is no
-longer trained alike in a way that it was.
-"""
+"""What the zoo came to, read from an outcome of `make test-long-zoo`, and what differs between two outcomes."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +8,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 _FILE = "tests/distributed/test_zoo.py"
 TYPE_TEST = f"{_FILE}::test_a_type_is_planned_trained_like_plain_pytorch_and_exported"
+WAY_TESTS = tuple(
+    f"{_FILE}::test_a_type_in_use_{what}"
+    for what in ("trains_alike_on_ranks", "trains_adapters_like_peft", "learns_packed_rows_like_their_documents")
+)
 NOT_TRAINED = "not trained: "
 
 
@@ -38,8 +35,7 @@ def newest_outcome() -> Path:
 def read_zoo(path: Path) -> dict[str, Found]:
     """By type, sorted. A type whose test failed is not in it."""
     findings = json.loads(path.read_text())["findings"]
-    of_used = [found for test, found in findings.items() if test.startswith(f"{_FILE}::") and test != TYPE_TEST]
-    ways = {way: names for found in of_used for way, names in found.items()}
+    ways = {way: names for test in WAY_TESTS for way, names in findings.get(test, {}).items()}
     return {
         name: Found(finding, tuple(way for way, names in ways.items() if name in names))
         for name, finding in sorted((name, finding) for finding, names in findings[TYPE_TEST].items() for name in names)
@@ -47,7 +43,7 @@ def read_zoo(path: Path) -> dict[str, Found]:
 
 
 def differences(old: Mapping[str, Found], new: Mapping[str, Found]) -> Iterator[tuple[bool, str]]:
-    """Lines, each with whether something is lost that worked."""
+    """Lines of what differs, each with True if something is lost that worked."""
     for name in sorted(old.keys() | new.keys()):
         before, now = old.get(name), new.get(name)
         if before is None and now is not None:
@@ -61,17 +57,3 @@ def differences(old: Mapping[str, Found], new: Mapping[str, Found]) -> Iterator[
 
 def _text(found: Found) -> str:
     return ", ".join([found.finding, *found.ways])
-
-
-def main(old: Path, new: Path) -> int:
-    before, now = read_zoo(old), read_zoo(new)
-    found = list(differences(before, now))
-    for is_lost, line in found:
-        print(f"{'LOST  ' if is_lost else '      '}{line}")  # noqa: T201  # the command's output
-    print(f"{sum(each.trains for each in now.values())} of {len(now)} types train; {old.name}: ", end="")  # noqa: T201
-    print(f"{sum(each.trains for each in before.values())} of {len(before)}")  # noqa: T201
-    return int(any(is_lost for is_lost, _ in found))
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
