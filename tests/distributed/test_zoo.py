@@ -27,22 +27,25 @@ from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
+pytestmark = [  # of PEFT: it asks, and it makes the pattern that it then does not match
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
 FIRST, LATER = 1e-5, 1e-4  # relative differences of the loss before the first update and after it
-SAME = 1e-4  # of the standard deviation of the logits: what was saved, and the export of it
+SAME, MERGED = 1e-4, 1e-3  # of the standard deviation of the logits: what was saved, and its export, also a merged one
 ALIKE = 0.1  # likewise, from the plain loop: an update makes whole steps of gradients that are rounding
-THINNED = ("gpt_oss",)  # experts, windows in some blocks, sinks
-LEAST_TRAINED = 0.75
+THINNED = ("gpt_oss", "lfm2")  # experts, windows in some blocks and sinks; layers with a state
+LEAST_TRAINED = 0.82
 LORA = LoraJob(rank=4, alpha=8.0)
 ON_RANKS = {"FSDP2": Sharding.FSDP, "ZeRO-3": Sharding.ZERO3}
 ADAPTERS = {"LoRA": Method.LORA, "QLoRA": Method.QLORA}
 NUM_RANKS = 2
 
 
-def cases(names: tuple[str, ...]) -> list[Any]:
+def cases(names: tuple[str, ...], thinned: tuple[str, ...] = THINNED) -> list[Any]:
     """Of the mark `zoo`; long, but for those of `make test`."""
-    marks = {is_thinned: [pytest.mark.zoo, *([] if is_thinned else [pytest.mark.long])] for is_thinned in (True, False)}
-    return [pytest.param(each, marks=marks[each in THINNED]) for each in names]
+    marks = {True: [pytest.mark.zoo], False: [pytest.mark.zoo, pytest.mark.long]}
+    return [pytest.param(each, marks=marks[each in thinned]) for each in names]
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +67,12 @@ def check(plan: Plan, run_dir: Path) -> None:
     assert len(found) == len(expected) == plan.schedule.num_steps
     assert found[0] == pytest.approx(expected[0], rel=FIRST)
     assert found == pytest.approx(expected, rel=LATER)
-    export = run_dir / "export"
+    export, tolerance = run_dir / "export", SAME
     if plan.chosen.method.freezes_base:
-        export = run_dir.with_name("merged")
+        export, tolerance = run_dir.with_name("merged"), MERGED
         export_run(ExportRequest(run_dir=str(run_dir), out=str(export), merge=True))
     logits, saved, plain = (logits_of(each) for each in (loaded(export, plan), saved_model(plan, run_dir), model))
-    torch.testing.assert_close(logits, saved, rtol=0, atol=SAME * float(saved.std()))
+    torch.testing.assert_close(logits, saved, rtol=0, atol=tolerance * float(saved.std()))
     assert (logits - plain).std() < ALIKE * plain.std()
 
 
@@ -83,7 +86,7 @@ def shape(name: str) -> ModelShape:
     return describe(DescriptionRequest(model_config=config_of(name).to_dict(), origin=name))
 
 
-@pytest.mark.parametrize("name", cases(USED))
+@pytest.mark.parametrize("name", cases(USED, thinned=()))
 def test_a_type_in_use_trains_alike_on_ranks(name, base, shape, rows, tmp_path, start_ranks, record_property):
     plans = {
         way: zoo_plan(base, shape, rows[False], sharding, num_ranks=NUM_RANKS) for way, sharding in ON_RANKS.items()

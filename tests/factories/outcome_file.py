@@ -85,7 +85,8 @@ class OutcomeFile:
             self._differences[file] += [Difference(*each) for each in properties.get(DIFFERENCES, ())]
             for kind, counts in properties.get(FAULTS, {}).items():
                 self._faults[_function_of(report.nodeid)][kind].update(counts)
-            for _, (finding, member) in (each for each in report.user_properties if each[0] == FINDING):
+            found: list[Any] = [value for name, value in report.user_properties if name == FINDING]
+            for finding, member in found:
                 self._findings[_function_of(report.nodeid)][finding].append(member)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

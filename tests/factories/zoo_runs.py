@@ -18,6 +18,7 @@ from rank_factory import SEED, rank_plan, train_rows
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from zoo import NUM_IDS, config_of, model_of
 
 from shardwise.launch.plan import trace
@@ -29,6 +30,7 @@ from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import quantised_layers, seed_adapters
 from shardwise.trainer.simulation.describe import describe_traced
 from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.model.config_json import read_config
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Attention, Method
@@ -77,7 +79,7 @@ def zoo_plan(base: Path, shape: ModelShape, rows: Path, sharding: Sharding = Sha
         plan,
         job=replace(plan.job, model=replace(plan.job.model, name=str(base))),
         model_path=str(base),
-        model_config=PreTrainedConfig.get_config_dict(base)[0],
+        model_config=read_config(base / "config.json"),
         model_shape=shape,
         data=replace(plan.data, num_eval_rows=0),
     )
@@ -85,10 +87,9 @@ def zoo_plan(base: Path, shape: ModelShape, rows: Path, sharding: Sharding = Sha
 
 def loaded(folder: Path, plan: Plan) -> PreTrainedModel:
     """The model of a folder as transformers loads it; every weight is in the files, and nothing else."""
-    name = attention_name(plan.chosen.attention)
-    model, notes = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=name, output_loading_info=True
-    )
+    settings = {"attn_implementation": attention_name(plan.chosen.attention), "output_loading_info": True}
+    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings)
+    model, notes = found
     assert not any(notes.values()), notes
     assert isinstance(model, PreTrainedModel)
     return model
@@ -96,28 +97,30 @@ def loaded(folder: Path, plan: Plan) -> PreTrainedModel:
 
 def plain_model(plan: Plan, export: Path) -> nn.Module:
     """What a plain loop trains: the whole model, or new adapters of PEFT on it, as `export` describes them."""
-    model = _plain_base(plan)
-    if not plan.chosen.method.freezes_base:
-        return model.train()
-    from peft import PeftConfig, get_peft_model
+    base = _plain_base(plan)
+    model: nn.Module = base
+    if plan.chosen.method.freezes_base:
+        from peft import PeftConfig, get_peft_model
 
-    config = PeftConfig.from_pretrained(str(export))
-    config.inference_mode = False
-    seed_adapters(SEED)
-    return get_peft_model(model, config).train()
+        config = PeftConfig.from_pretrained(str(export))
+        config.inference_mode = False
+        seed_adapters(SEED)
+        model = get_peft_model(base, config)
+    return model.train()
 
 
 def saved_model(plan: Plan, run_dir: Path) -> nn.Module:
     """What a run saved, in transformers' model: the last checkpoint, or the exported adapters on their base."""
-    model = _plain_base(plan)
+    base = _plain_base(plan)
+    model: nn.Module = base
     if plan.chosen.method.freezes_base:
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(model, str(run_dir / "export"))
-    checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{plan.schedule.num_steps:08d}")
-    weights = read_weights(checkpoint)
-    missing, surplus = model.load_state_dict(weights, strict=False)
-    assert not surplus and not {name for name, _ in model.named_parameters()}.intersection(missing)
+        model = PeftModel.from_pretrained(base, str(run_dir / "export"))
+    else:
+        weights = read_weights(open_checkpoint(run_dir / "checkpoints" / f"step-{plan.schedule.num_steps:08d}"))
+        missing, surplus = base.load_state_dict(weights, strict=False)
+        assert not surplus and not {name for name, _ in base.named_parameters()}.intersection(missing)
     return model
 
 
@@ -142,8 +145,9 @@ def _round_to_4_bit(model: nn.Module, names: Iterable[str]) -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     for name in names:
-        weight = model.get_parameter(f"{name}.weight")
-        codes, state = quantize_4bit(weight.data.contiguous(), quant_type="nf4", compress_statistics=True)
+        layer: Any = model.get_submodule(name)
+        weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight  # [out, in]
+        codes, state = quantize_4bit(weight.contiguous(), quant_type="nf4", compress_statistics=True)
         weight.copy_(dequantize_4bit(codes, state))
 
 
