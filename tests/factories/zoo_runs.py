@@ -60,7 +60,7 @@ def shape_by_plan(base: Path, home: Path) -> ModelShape:
     with pytest.MonkeyPatch.context() as patch:  # the worker's own function, without the start of a worker
         patch.setattr(trace, "ask_simulation", lambda _flag, request, _type, **_: describe_traced(request))
         inputs = read_inputs(
-            None, [f"model.name={base}", "train.seq_len=256", "train.method=full"], machines=_MACHINE, only_plans=True,
+            None, [f"model.name={base}", "train.seq_len=64", "train.method=full"], machines=_MACHINE, only_plans=True,
             assumes_data=True, environment=environment,
         )  # fmt: skip
         plan = plan_inputs(inputs, profile_data(inputs), environment=environment)
