@@ -27,6 +27,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -170,7 +171,7 @@ def _keep(model: PreTrainedModel, blocks: list[nn.Module], places: list[int]) ->
         before.append((owner, name, getattr(owner, name)))
         try:
             setattr(owner, name, value)
-        except (AttributeError, TypeError):  # a property that follows from other fields
+        except (AttributeError, TypeError, StrictDataclassError):  # follows from other fields, or is of no block
             before.pop()
 
     for module in list(model.modules()):
