@@ -157,6 +157,10 @@ _NOT_RUN = (
 )
 
 
+# A field of a config that cannot be set: it follows from others, or has as many entries as there are blocks by chance.
+_NOT_SET = (AttributeError, TypeError, NotImplementedError, StrictDataclassError)
+
+
 def _not_followed(model: nn.Module, error: BaseException) -> str:
     sentence = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{type(model).__name__} cannot be followed without values: {type(error).__name__}: {sentence}"
@@ -171,7 +175,7 @@ def _keep(model: PreTrainedModel, blocks: list[nn.Module], places: list[int]) ->
         before.append((owner, name, getattr(owner, name)))
         try:
             setattr(owner, name, value)
-        except (AttributeError, TypeError, StrictDataclassError):  # follows from other fields, or is of no block
+        except _NOT_SET:
             before.pop()
 
     for module in list(model.modules()):
