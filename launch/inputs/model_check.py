@@ -28,7 +28,8 @@ _BLOCK = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 def check_model(job: Job, model: ModelFiles, shape: ModelShape, code: ModelCode | None, *, cache: Path) -> None:
     """InputError for a folder that lacks a tensor of its model or has another shape for it, and for wrong targets."""
     targets = job.train.lora.targets if job.train.method is None or job.train.method.freezes_base else ()
-    layers = {each.name for each in shape.linears if each.is_linear_module}
+    linears = (*shape.linears, *shape.dense_linears)
+    layers = {each.name for each in linears} - {each.name for each in linears if not each.adapter_rank_factor}
     is_of_layers = targets == ("all-linear",) or {*targets} <= layers
     config = {**model.config, "vocab_size": shape.vocab_size - model.new_rows} if model.new_rows else model.config
     held = msgspec.structs.replace(shape, vocab_size=shape.vocab_size - model.new_rows)

@@ -403,7 +403,7 @@ def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
 
 
 def _refuse_other_tokenizer(config: Path) -> None:
-    """InputError for a tokenizer beside a config.json, in a form that is not read."""
+    """InputError for a tokenizer next to a config.json, in a form that is not read."""
     found = (path.name for pattern in _OTHER_TOKENIZERS for path in config.parent.glob(pattern))
     if config.is_file() and (name := next(found, None)) is not None:
         raise InputError(

@@ -178,5 +178,8 @@ def _read_sharded(index: Path) -> StoredTensors:
         missing = sorted(tensor for tensor, place in weight_map.items() if place == name and tensor not in inside)
         if missing:
             raise InputError(f"{file}: lacks {missing[0]}, which {index.name} places there; download the model again")
+        twice = min(tensors.keys() & inside.keys(), default=None)
+        if twice is not None:
+            raise InputError(f"{file}: holds {twice}, as another file of {index.name} does; {_AGAIN}")
         tensors |= inside
     return tensors

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from shardwise.launch.inputs.data_files import (
     PYTHON_STDLIB,
+    is_of_hub,
     list_files,
     refuse_first_row,
     row_sizes,
@@ -123,7 +124,8 @@ def read_inputs(
         hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap, partition=partition)
     else:
         hardware = replace(machines, vram_cap_bytes=cap)
-    shape = _read_shape(job, model, code, hardware=hardware, cache=cache, needs_costs=needs_costs)
+    likely = replace(job, data=replace(job.data, packing=_likely_packing(job, model, cache)))
+    shape = _read_shape(likely, model, code, hardware=hardware, cache=cache, needs_costs=needs_costs)
     request = make_request(
         job,
         shape=shape,
@@ -132,7 +134,10 @@ def read_inputs(
         hub_home=hub_home,
         only_plans=only_plans,
     )
-    if shape.traced is not None and request.packing != job.data.packing:
+    is_packed = request.packing is not False
+    if shape.traced is not None and is_packed != (
+        likely.data.packing is not False if is_packed else shape.traced.separates_documents
+    ):
         shape = _read_shape(_as_prepared(job, request), model, code, hardware=hardware, cache=cache)
     refuse_untrainable(shape, model.config_origin)
     shape = _with_format(shape, model)
@@ -195,13 +200,13 @@ def _read_shape(
         model_code=code,
         offers_code_of=offered_code(job, model.config),
     )
+    request = trace_request(description, job, hardware, needs_costs=needs_costs)
+    if model.weights is not None and model.weights.quant is not None:
+        request = replace(request, quant=model.weights.quant)
     if code is None and model.config.get("model_type") in supported_model_types():
         shape = read_model_shape(model.config, origin=model.config_origin)
-        if not needs_costs:
-            return shape
-        found = traced_shape(trace_request(description, job, hardware), cache=cache)
-        return replace(shape, traced=found.traced)
-    return traced_shape(trace_request(description, job, hardware, needs_costs=needs_costs), cache=cache)
+        return replace(shape, traced=traced_shape(request, cache=cache).traced) if needs_costs else shape
+    return traced_shape(request, cache=cache)
 
 
 def _with_format(shape: ModelShape, model: ModelFiles) -> ModelShape:
@@ -300,31 +305,46 @@ def make_request(
             f"model.tokenizer: {job.model.name or job.model.config} brings no tokenizer; "
             'name a folder that has one, or "train" to make one from the data'
         )
-    extension = _extension_of(job)
-    listed = list_files(
-        PrepareRequest(
-            sources=job.data.train,
-            eval_share=job.data.eval_share,
-            eval_source=job.data.eval_source,
-            eval_subset=job.data.eval_subset,
-            eval_split=job.data.eval_split,
-            format=job.data.format,
-            fields=job.data.fields,
-            packing=job.data.packing,
-            bad_rows=job.data.bad_rows,
-            bad_rows_max=job.data.bad_rows_max,
-            seq_len=job.train.seq_len,
-            vocab_size=shape.vocab_size,
-            tokenizer=tokenizer,
-            cache_root=str(cache_root),
-            hub_home=None if hub_home is None else str(hub_home),
-            chat_template=_absolute(job.data.chat_template),
-            loss_on=job.data.loss_on,
-            extension=extension if extension is not None and Hook.FORMAT_ROW in extension.hooks else None,
-            window_bytes=_window_bytes(job) if job.data.streaming else None,
-        )
-    )
+    request = _request_of(job, vocab_size=shape.vocab_size, tokenizer=tokenizer, cache_root=cache_root)
+    listed = list_files(replace(request, hub_home=None if hub_home is None else str(hub_home)))
     return replace(listed, packing=_packing(listed, shape))
+
+
+def _request_of(job: Job, *, vocab_size: int, tokenizer: str | None = None, cache_root: Path) -> PrepareRequest:
+    extension = _extension_of(job)
+    return PrepareRequest(
+        sources=job.data.train,
+        eval_share=job.data.eval_share,
+        eval_source=job.data.eval_source,
+        eval_subset=job.data.eval_subset,
+        eval_split=job.data.eval_split,
+        format=job.data.format,
+        fields=job.data.fields,
+        packing=job.data.packing,
+        bad_rows=job.data.bad_rows,
+        bad_rows_max=job.data.bad_rows_max,
+        seq_len=job.train.seq_len,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        cache_root=str(cache_root),
+        chat_template=_absolute(job.data.chat_template),
+        loss_on=job.data.loss_on,
+        extension=extension if extension is not None and Hook.FORMAT_ROW in extension.hooks else None,
+        window_bytes=_window_bytes(job) if job.data.streaming else None,
+    )
+
+
+def _likely_packing(job: Job, model: ModelFiles, cache: Path) -> bool | None:
+    """The packing of the rows as far as it shows before the shape is known: its blocks are traced as they will run."""
+    data, vocab_size = job.data, model.config.get("vocab_size")
+    sources = [*(each.source for each in data.train), *filter(None, [data.eval_source])]
+    if data.packing is not None or not isinstance(vocab_size, int) or any(is_of_hub(each) for each in sources):
+        return data.packing
+    try:
+        listed = list_files(_request_of(job, vocab_size=vocab_size, cache_root=cache))
+        return False if _is_too_small_to_pack(listed) else None
+    except InputError:  # raised again behind the problems of the model
+        return None
 
 
 def _packing(listed: PrepareRequest, shape: ModelShape) -> bool | None:

@@ -55,9 +55,11 @@ def traced_shape(request: TraceRequest, *, cache: Path) -> ModelShape:
             packing_obstacle=rows.packing_obstacle,
             is_packing_measured=rows.is_packing_measured,
         )
+    is_packed = request.is_packed and (shape.traced is None or shape.traced.separates_documents)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        codec.write(path, shape)
+        for same in {path, path.with_stem(_key(replace(request, is_packed=is_packed)))}:
+            codec.write(same, shape)
     except OSError as error:
         Console(sys.stderr).line(f"{path}: cannot be written: {error.strerror}")
     return shape

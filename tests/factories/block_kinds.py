@@ -57,4 +57,5 @@ KINDS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2, "moe_intermediate_size": 64, "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 1024,
     },
+    "logits of its own": {**_SIZES, "model_type": "bert", "num_hidden_layers": 4, "is_decoder": True},
 }  # fmt: skip

@@ -19,7 +19,7 @@ def system(content: str) -> Message:
     return {"role": "system", "content": content}
 
 
-def user(content: str | list[Message]) -> Message:
+def user(content: str | list[Any]) -> Message:
     return {"role": "user", "content": content}
 
 

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shardwise.trainer.simulation.miniature import miniature
 
 WINDOW = 16  # tokens that a block with a window sees
+SCALE = 0.4  # of logits, where a default configuration has 1
 NUM_IDS = 256  # every vocabulary has as many
 
 NOT_BUILT = MappingProxyType(
@@ -50,6 +51,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # without which the class refuses to m
 }
 _FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": {"rope_parameters": _ROPES},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
@@ -64,6 +66,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [16, 48]},
+    "xlnet": {"attn_type": "uni"},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": WINDOW},
@@ -89,9 +92,11 @@ def config_of(model_type: str) -> PreTrainedConfig:
 
 
 def _more_kinds(small: PreTrainedConfig) -> dict[str, Any]:
-    """Fields that make a decoder of an encoder, and a window that is off by default that of half of the blocks."""
+    """Fields that make a decoder of an encoder, scale logits, and give half of the blocks a window that is off."""
     fields = small.to_dict()
-    found: dict[str, Any] = {name: True for name in ("is_decoder", "use_sliding_window") if name in fields}
+    found: dict[str, Any] = {name: True for name in ("is_decoder", "causal", "use_sliding_window") if name in fields}
+    scales = ("logits_scaling", "logit_scale", "lm_head_multiplier")
+    found |= {name: SCALE for name in scales if fields.get(name) == 1}
     if "sliding_window" in fields:
         found["sliding_window"] = WINDOW
         if fields.get("layer_types") == ["full_attention"] * 2:

@@ -33,7 +33,7 @@ from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.model.config_json import read_config
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Attention, Method
+from shardwise.trainer.spec.strategy import Attention, LossHead, Method
 
 NUM_STEPS = 3
 ROWS_PER_STEP = 4
@@ -71,8 +71,9 @@ def shape_by_plan(base: Path, home: Path) -> ModelShape:
 def zoo_plan(base: Path, shape: ModelShape, rows: Path, sharding: Sharding = Sharding.NONE, **settings: Any) -> Plan:
     """A run of three steps in fp32 that starts from the folder; `settings` are those of `rank_plan`."""
     attention = Attention.SDPA if Attention.SDPA in shape.attentions else Attention.EAGER
+    loss = LossHead.CHUNKED if LossHead.CHUNKED in shape.loss_heads else LossHead.EAGER
     plan = rank_plan(
-        rows, sharding, num_steps=NUM_STEPS, sequences_per_step=ROWS_PER_STEP, attention=attention,
+        rows, sharding, num_steps=NUM_STEPS, sequences_per_step=ROWS_PER_STEP, attention=attention, loss=loss,
         micro_batch=2 // settings.get("num_ranks", 1), accumulation=2, **settings,
     )  # fmt: skip
     return replace(

@@ -17,7 +17,7 @@ from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import SimulationRequest, TraceRequest
 from shardwise.trainer.spec.model.blocks import Mode, TracedBlocks
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
 
 TOLERANCE = 0.02
 # Nothing before its first adapter is saved in the first block of all; a trace counts it there too: of four blocks, 6 %.
@@ -30,17 +30,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "adapters": {"method": Method.LORA},
     "sharded": {"sharding": Sharding.FSDP, "num_ranks": 8, "checkpointing": FULL, "accumulation": 2},
 }
-ON_ATTENTION = LoraJob(targets=("q_proj", "v_proj"))  # peft adapts no projection of a state space, nor Llama 4's router
-_PLACES = {"state space": ON_ATTENTION, "chunks": ON_ATTENTION}
 LONG = (pytest.mark.long, pytest.mark.products)
 
 
 def attention_of(name: str) -> Attention:
     return Attention.EAGER if name.startswith("sinks") else Attention.SDPA
-
-
-def lora_of(name: str) -> LoraJob:
-    return next((lora for begin, lora in _PLACES.items() if name.startswith(begin)), LoraJob())
 
 
 def traced(name: str, cache: Path, **changes: Any) -> ModelShape:
@@ -51,7 +45,7 @@ def traced(name: str, cache: Path, **changes: Any) -> ModelShape:
         for method, is_autocast in ((Method.FULL, True), (Method.FULL, False), (Method.LORA, True))
     )
     description = DescriptionRequest(model_config=KINDS[name], origin=name)
-    request = TraceRequest(description=description, modes=modes, lora=lora_of(name), seq_len=SEQ_LEN)
+    request = TraceRequest(description=description, modes=modes, lora=LoraJob(), seq_len=SEQ_LEN)
     return traced_shape(replace(request, **changes), cache=cache)
 
 
@@ -62,8 +56,10 @@ def traces_of(shape: ModelShape) -> TracedBlocks:
 
 def requests_of(name: str) -> dict[str, SimulationRequest]:
     base = SimulationRequest(
-        model_config=KINDS[name], micro_batch=ROWS, seq_len=SEQ_LEN, attention=attention_of(name), lora=lora_of(name)
+        model_config=KINDS[name], micro_batch=ROWS, seq_len=SEQ_LEN, attention=attention_of(name), lora=LoraJob()
     )
+    if name.startswith("logits"):
+        base = replace(base, loss=LossHead.EAGER, loss_chunk_tokens=None)
     return {way: replace(base, **changes) for way, changes in WAYS.items()}
 
 

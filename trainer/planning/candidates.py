@@ -221,6 +221,7 @@ def configuration_of(context: PlanningContext, candidate: Candidate) -> Configur
         policy=row_policy(context.data, seq_len=candidate.seq_len),
         lora=context.job.train.lora,
         galore=context.job.train.galore,
+        router_aux_loss=context.job.train.router_aux_loss,
     )
 
 

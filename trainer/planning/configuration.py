@@ -68,6 +68,7 @@ class Configuration(Value, frozen=True, kw_only=True):
     shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a node
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
+    router_aux_loss: float | None = None
     quant: Quant = Quant.NF4_DQ
     reference: str = SHARDWISE  # whose software: a row of `memory.reference_trainers`
     policy: PolicyChoices = PolicyChoices()

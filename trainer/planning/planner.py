@@ -23,6 +23,7 @@ from shardwise.trainer.planning.candidates import WISHED_HOURS, configuration_of
 from shardwise.trainer.planning.configuration import group_sizes
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.memory.precision_policy import coverage_of, dims_for
 from shardwise.trainer.planning.reasons import notes, reasons, warnings
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, SETTINGS
 from shardwise.trainer.planning.rules.rule import Refusal, pinned_rule_input, refuse
@@ -42,7 +43,16 @@ from shardwise.trainer.spec.job.sections import Job, Objective
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.plan import Calibration, Candidate, Fp8Gain, Plan, Rejection, Schedule, TrialResult
+from shardwise.trainer.spec.plan import (
+    Calibration,
+    Candidate,
+    Coverage,
+    Fp8Gain,
+    Plan,
+    Rejection,
+    Schedule,
+    TrialResult,
+)
 from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
 
 PlanOrder = tuple[int, float]  # the method, the most faithful first, and seconds of a sequence
@@ -115,6 +125,7 @@ def make_plan(
         candidates=_explained(context, ranking.candidates),
         rejections=with_remedies(context, ranking) if extent is Extent.WHOLE else _by_rule(ranking),
         methods=methods,
+        coverage=() if is_choice else _coverage(context, ranking.candidates[0]),
         fallbacks=() if is_choice else fallbacks(context, ranking.candidates),
         calibration=calibration,
         versions=versions,
@@ -124,6 +135,11 @@ def make_plan(
         warnings=() if is_choice else warnings(context, ranking.candidates[0]),
         notes=() if is_choice else notes(context, data, trials, ranking.candidates),
     )
+
+
+def _coverage(context: PlanningContext, chosen: Candidate) -> tuple[Coverage, ...]:
+    configuration = configuration_of(context, chosen)
+    return coverage_of(configuration, dims_for(context.shape, configuration))
 
 
 def _by_rule(ranking: Ranking) -> tuple[Rejection, ...]:
@@ -376,16 +392,41 @@ def check_job(job: Job, shape: ModelShape, data: DataProfile, hooks: Sequence[Ho
     problems = [*_length_problems(job, shape), *_vocabulary_problems(shape, data)]
     if problems:
         raise InputProblemsError(problems)
-    _check_objective(job, data, hooks)
+    _check_loss(job, shape, data, hooks)
+    _check_router_loss(job, shape, data, hooks)
 
 
-def _check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
-    """InputError for settings that exclude the objective or a function of the extensions file."""
+def _check_router_loss(job: Job, shape: ModelShape, data: DataProfile, hooks: Sequence[Hook]) -> None:
+    """InputError where the loss that balances experts is requested and cannot be added."""
+    if job.train.router_aux_loss is None:
+        return
+    if not shape.has_router_loss:
+        how = (
+            "has no experts"
+            if shape.num_experts == 1
+            else "has no such loss in transformers, as models do that balance their experts by a bias (DeepSeek-V3)"
+        )
+        raise InputError(f"train.router_aux_loss: {shape.model_type} {how}; remove it")
+    if objective_of(job.train.objective, data.format) is Objective.DPO:
+        raise InputError(
+            "train.router_aux_loss and train.objective: dpo exclude each other; it is added to token losses"
+        )
+    if Hook.LOSS in hooks:
+        raise InputError("train.router_aux_loss and the loss of extensions exclude each other; remove one of them")
+
+
+def _check_loss(job: Job, shape: ModelShape, data: DataProfile, hooks: Sequence[Hook]) -> None:
+    """InputError for settings that exclude the objective, the model's logits or a function of the extensions file."""
     pinned, objective = job.pin.loss, job.train.objective
     fitting = shapes_for(objective)
     if data.format not in fitting:
         raise InputError(
             f"train.objective: {objective} learns from {' or '.join(fitting)} rows; data.train holds {data.format}"
+        )
+    if pinned is not None and pinned not in shape.loss_heads:
+        raise InputError(
+            f"pin.loss: {pinned} and {shape.model_type} exclude each other, whose logits are more than a product of "
+            "its head;\nuse pin.loss=eager"
         )
     if pinned is LossHead.FUSED_LINEAR and objective_of(job.train.objective, data.format) is Objective.DPO:
         raise InputError(

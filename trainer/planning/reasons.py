@@ -315,6 +315,8 @@ def _why_loss(context: PlanningContext, candidate: Candidate) -> str:
         return f"slices of {candidate.loss_chunk_tokens} tokens; all logits would be {logits} in fp32, and copies of it"
     if candidate.loss is LossHead.FUSED_LINEAR:
         return "Liger's kernels compute each product of the head once and hold a slice of the logits"
+    if LossHead.CHUNKED not in context.shape.loss_heads:
+        return f"{context.shape.model_type} computes its own logits, more than a product of its head, and all at once"
     return "whole logits fit and save a second product of the head"
 
 

@@ -22,8 +22,10 @@ V x 4 bytes for each of min(T, FUSED_SLICE_TOKENS) tokens, while the losses are 
 under a cap) and, in 16 bit, while gradients are computed in the backward; then the result of the head's product. It
 needs no second matrix product, so it is the faster one where the logits fit. Its backward can run once only.
 
-A head may have a bias (Phi-2), and a model may cap its logits (Gemma 2: c x tanh(logits / c)); both heads then do, and
-the chunked one holds C x V x 4 bytes more in the backward for the slope of the cap.
+A head may have a bias (Phi-2), and a model may scale its hidden states or logits (Granite) and cap the logits (Gemma 2:
+c x tanh(logits / c)). Every head then does; the chunked one holds C x V x 4 bytes more in the backward for the slope of
+the cap. `logits_rule` finds both in the model's own forward. A model whose logits are another function of its hidden
+states (a dense layer before the head, a bias after it) computes its own, and `eager` alone makes its loss from them.
 
 Sums of rows (`LossOutput.ROWS`) cost T x 4 bytes more, twice and never both at a time: the token losses until they are
 summed in the forward, the weights of the tokens in the backward. A micro batch of P pairs is 2 P rows, so T is 2 P S:
@@ -45,7 +47,9 @@ Rows of several documents come with positions; attention/packed.py separates the
 """
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -55,10 +59,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from shardwise.trainer.runtime.attention.frequencies import own_frequencies
-from shardwise.trainer.runtime.attention.packed import known_rows, own_positions, packed_inputs
+from shardwise.trainer.runtime.attention.packed import (
+    counted_positions,
+    known_rows,
+    own_masks,
+    own_positions,
+    packed_inputs,
+    replaced_forwards,
+)
 from shardwise.trainer.runtime.run.operators import KernelFallback
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.packages import extra_line
@@ -90,31 +103,116 @@ def install_loss_head(
     Without labels the model returns what it returned before (generation needs it). If `fused_linear` is not pinned,
     `chunked` computes the loss where Liger's kernels fail to compile.
     """
-    linear: Any = model.get_output_embeddings()
     config: Any = model.config.get_text_config()
-    if not isinstance(linear, nn.Linear):
-        raise InputError(f"{type(model).__name__} has no plain lm_head; its loss cannot be computed here")
     if getattr(config, "output_router_logits", False):
         raise InputError(
             "config.json: output_router_logits is true, which adds a loss that balances experts; shardwise computes "
-            "the loss of tokens only: set it to false"
+            "it by a setting of the job: set it to false, and train.router_aux_loss to the coefficient"
         )
-    softcap = getattr(config, "final_logit_softcapping", None)
+    rule = logits_rule(model)
+    if rule is None and head is not LossHead.EAGER:
+        raise InputError(f"pin.loss: {type(model).__name__} computes logits of its own; use pin.loss=eager")
+    softcap = None if rule is None else rule.softcap
     liger = LigerLoss(softcap, is_pinned=is_pinned) if head is LossHead.FUSED_LINEAR else None
     replaceable: Any = model
-    of_head: Any = linear
-    default = FUSED_SLICE_TOKENS if liger is not None else DEFAULT_CHUNK_TOKENS
-    of_head.forward = _HeadForward(linear, head, chunk_tokens or default, softcap, liger).forward
-    loss = LossForward(head, softcap, model.forward, liger, _logit_scale(config))
+    if rule is not None:
+        of_head: Any = model.get_output_embeddings()
+        default = FUSED_SLICE_TOKENS if liger is not None else DEFAULT_CHUNK_TOKENS
+        of_head.forward = _HeadForward(of_head, head, chunk_tokens or default, softcap, liger).forward
+    loss = LossForward(head, rule, model.forward, liger)
     replaceable.forward = MethodType(loss.forward, model)  # a method of the model: Accelerate binds its function anew
     return loss
 
 
-def _logit_scale(config: Any) -> float:  # noqa: ANN401  # of transformers, one class for each model
-    """Factor of a model's logits: Cohere multiplies them, Granite divides them."""
-    if config.model_type.startswith("cohere"):  # MPT has a field of this name, and ignores it
-        return float(config.logit_scale or 1.0)
-    return 1.0 / float(config.logits_scaling) if config.model_type.startswith("granite") else 1.0
+class LogitsRule(NamedTuple):
+    """Logits as `capped(head(scale x hidden states), softcap)`."""
+
+    scale: float
+    softcap: float | None
+
+
+def logits_rule(model: PreTrainedModel) -> LogitsRule | None:
+    """The rule of a model's logits; None where its logits, or the loss that it makes from them, are anything else.
+
+    The model's own forward runs on known numbers in place of the results of its decoder and its head, so that no weight
+    is used, and the model may be on `meta`.
+    """
+    linear, cpu, length = model.get_output_embeddings(), torch.device("cpu"), 4
+    if not isinstance(linear, nn.Linear):
+        return None
+    hidden = (torch.arange(length * linear.in_features, device=cpu) % 7 + 1.0).view(1, length, -1)  # exact in 16 bit
+    products = torch.linspace(-64, 64, length * linear.out_features, device=cpu).view(1, length, -1)
+    products[..., 0], products[..., 1] = _SMALL, _LARGE
+    labels = torch.arange(length, device=cpu)[None]
+    try:
+        given, output = _on_known_numbers(model, linear, hidden, products, labels)
+        before, after = float(given[0, 0, 0] / hidden[0, 0, 0]), float(output.logits[0, 0, 0]) / _SMALL
+        after = 1.0 if math.isclose(after, 1, rel_tol=_EXACT) else after
+        largest = float(output.logits[0, 0, 1])
+        softcap = None if math.isclose(largest, after * _LARGE, rel_tol=_EXACT) else largest
+        logits = capped(products * after, softcap)
+        for found, expected in ((given, hidden * before), (output.logits, logits)):
+            torch.testing.assert_close(found, expected, rtol=_EXACT, atol=0, check_dtype=False)
+        is_plain = is_cross_entropy(float(output.loss), logits, labels)
+    except _NOT_FOLLOWED:
+        return None
+    return LogitsRule(before * after, softcap) if is_plain and (after == 1 or linear.bias is None) else None
+
+
+def is_cross_entropy(loss: float, logits: Tensor, labels: Tensor) -> bool:
+    """True of the mean of the losses of next tokens, or of labels [B, S] that were shifted before."""
+    of = (logits[:, :-1], labels[:, 1:]), (logits, labels)
+    means = (float(functional.cross_entropy(each.flatten(0, 1).float(), to.flatten())) for each, to in of)
+    return any(math.isclose(loss, mean, rel_tol=_SAME_LOSS) for mean in means)
+
+
+def _on_known_numbers(
+    model: PreTrainedModel, linear: nn.Linear, hidden: Tensor, products: Tensor, labels: Tensor
+) -> tuple[Tensor, Any]:
+    """What a model gives to its head, and its output, with these results of its decoder and its head.
+
+    RuntimeError for a forward that uses a weight after its decoder.
+    """
+    inputs, weights = list[Tensor](), _WithoutWeights()
+
+    def decode(*_: object, **__: object) -> _Decoded:
+        weights.are_refused = True
+        return _Decoded(last_hidden_state=hidden)
+
+    def multiply(given: Tensor) -> Tensor:
+        inputs.append(given)
+        return products.clone()
+
+    ids = torch.zeros(labels.shape, dtype=torch.long, device=linear.weight.device)
+    with torch.no_grad(), replaced_forwards({decoder_of(model): decode, linear: multiply}), weights:
+        output = model(input_ids=ids, labels=labels, use_cache=False)
+    (given,) = inputs
+    return given, output
+
+
+class _WithoutWeights(TorchFunctionMode):
+    """Raises RuntimeError for an operation on a parameter, once they are refused."""
+
+    are_refused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401  # torch's
+        inputs = (*args, *(kwargs or {}).values())
+        if self.are_refused and func.__name__ != "__get__" and any(isinstance(each, nn.Parameter) for each in inputs):
+            raise RuntimeError(f"{func.__name__} of a weight")
+        return func(*args, **(kwargs or {}))
+
+
+_SMALL, _LARGE = 2.0**-14, 2.0**10  # logits that no cap changes, and that every cap makes its own
+_EXACT, _SAME_LOSS = 1e-5, 1e-6  # relative
+# What a forward may end in that needs other results of its decoder, or weights that are not there.
+_NOT_FOLLOWED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+
+
+class _Decoded(BaseModelOutputWithPast):
+    """The hidden states of a decoder, which has nothing else."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def shift(labels: Tensor) -> Tensor:
@@ -127,10 +225,9 @@ class LossForward:
     """The forward of a model with a loss head."""
 
     head: LossHead
-    softcap: float | None
+    rule: LogitsRule | None  # None: the loss is made from the model's own logits
     own_forward: Callable[..., Any]  # the model's forward before
     liger: "LigerLoss | None" = None
-    logit_scale: float = 1.0
 
     @property
     def problem(self) -> str | None:
@@ -156,43 +253,101 @@ class LossForward:
                 "pin.loss: fused_linear makes its gradients before the weight of a row is known, so it has no sums of "
                 "rows (DPO); use pin.loss=chunked"
             )
-        hidden = hidden_states(model, input_ids, **inputs)
-        if self.logit_scale != 1:  # a power of two in published models: exact before the product as after it
-            hidden = hidden * self.logit_scale
         targets = shift(labels)
+        find = self._of_own_logits if self.rule is None else partial(self._of_hidden_states, self.rule)
+        found = find(model, input_ids, targets, output, **inputs)
+        return -found if output is LossOutput.ROWS else found
+
+    def _of_hidden_states(
+        self,
+        rule: LogitsRule,
+        model: Any,  # noqa: ANN401  # as in `forward`
+        input_ids: Tensor | None,
+        targets: Tensor,
+        output: LossOutput,
+        **inputs: Any,  # noqa: ANN401  # as in `forward`
+    ) -> Tensor:
+        hidden = hidden_states(model, input_ids, **inputs)
+        if rule.scale != 1:
+            hidden = hidden * rule.scale
         linear = model.get_output_embeddings()
         if output is LossOutput.LOGITS:
-            return capped(linear(hidden), self.softcap)
+            return capped(linear(hidden), rule.softcap)
         if output in _WITHOUT_GRADIENT or self.head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
-            found = linear(hidden, targets, output=output)
-        else:
-            row_tokens = targets.shape[1] if output is LossOutput.ROWS else None
-            logits = linear(hidden).flatten(0, 1)
-            found = _loss_of_logits(self.head, logits, targets.flatten(), self.softcap, row_tokens)
-        return -found if output is LossOutput.ROWS else found
+            found: Tensor = linear(hidden, targets, output=output)
+            return found
+        row_tokens = targets.shape[1] if output is LossOutput.ROWS else None
+        return _loss_of_logits(self.head, linear(hidden).flatten(0, 1), targets.flatten(), rule.softcap, row_tokens)
+
+    def _of_own_logits(
+        self,
+        model: Any,  # noqa: ANN401  # as in `forward`
+        input_ids: Tensor | None,
+        targets: Tensor,
+        output: LossOutput,
+        **inputs: Any,  # noqa: ANN401  # as in `forward`
+    ) -> Tensor:
+        logits = self._own_logits(model, input_ids, **inputs)
+        if output is LossOutput.LOGITS:
+            return logits
+        logits, shape, targets = logits.flatten(0, 1), targets.shape, targets.flatten()
+        if output in _WITHOUT_GRADIENT:
+            found = judged(lambda part: logits[part].float(), targets, FUSED_SLICE_TOKENS, output)
+            return found if output is LossOutput.SCORE else found.view(shape)
+        return _loss_of_logits(self.head, logits, targets, None, shape[1] if output is LossOutput.ROWS else None)
+
+    def _own_logits(self, model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # as in `forward`
+        """Logits [B, S, V] of the model's own forward."""
+        with _documents_apart(model, input_ids, inputs) as of_decoder:
+            ids, decoder = of_decoder.pop("input_ids"), decoder_of(model)
+            decode = decoder.forward
+
+            def decoded(*args: Any, **named: Any) -> Any:  # noqa: ANN401  # the decoder's own inputs
+                return decode(*args, **{**named, **of_decoder})
+
+            with replaced_forwards({decoder: decoded} if of_decoder else {}):
+                logits = self.own_forward(input_ids=ids, use_cache=False, **inputs).logits
+        assert isinstance(logits, Tensor) and input_ids is not None
+        return logits.view(*input_ids.shape, -1)
+
+    def head_input(self, model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:  # noqa: ANN401  # as in `forward`
+        """What the head multiplies [B, S, H]: the hidden states, or what a model of its own logits makes of them."""
+        if self.rule is not None:
+            return hidden_states(model, input_ids, **inputs)
+        with replaced_forwards({model.get_output_embeddings(): lambda given: given}):
+            return self._own_logits(model, input_ids, **inputs)
 
 
 def hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs
     """The last hidden states [B, S, H]; with positions of packed rows, each document's as if it stood alone."""
-    assert input_ids is not None, "labels belong to ids"
-    position_ids, bounds = inputs.pop("position_ids", None), inputs.pop("document_bounds", ())
-    lengths = inputs.pop("row_lengths", ())
-    ids = {"input_ids": input_ids}
-    if position_ids is not None:
-        ids = packed_inputs(model, input_ids, position_ids, bounds)
-    decoder = decoder_of(model)
-    positions = ids.get("position_ids")
-    frequencies = own_frequencies(decoder, input_ids.shape, bounds=bounds, lengths=lengths)
-    with known_rows(positions), own_positions(decoder, positions), frequencies:
-        hidden = decoder(**ids, use_cache=False, **inputs).last_hidden_state
-    assert isinstance(hidden, Tensor)
+    with _documents_apart(model, input_ids, inputs) as of_decoder:
+        hidden = decoder_of(model)(**of_decoder, use_cache=False, **inputs).last_hidden_state
+    assert isinstance(hidden, Tensor) and input_ids is not None
     return hidden.view(*input_ids.shape, -1)
 
 
+@contextmanager
+def _documents_apart(model: Any, input_ids: Tensor | None, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:  # noqa: ANN401  # as above
+    """The ids and what keeps documents apart, as inputs of the decoder; takes what describes rows from `inputs`."""
+    assert input_ids is not None, "labels belong to ids"
+    position_ids, bounds = inputs.pop("position_ids", None), inputs.pop("document_bounds", ())
+    lengths = inputs.pop("row_lengths", ())
+    of_decoder = {"input_ids": input_ids}
+    if position_ids is not None:
+        of_decoder = packed_inputs(model, input_ids, position_ids, bounds)
+    decoder = decoder_of(model)
+    positions = of_decoder.get("position_ids")
+    frequencies = own_frequencies(decoder, input_ids.shape, bounds=bounds, lengths=lengths)
+    if positions is not None:
+        of_decoder["position_ids"] = counted_positions(decoder, of_decoder["input_ids"], positions)
+    with known_rows(positions), own_positions(decoder, positions), own_masks(decoder, positions) as masks, frequencies:
+        yield of_decoder | masks
+
+
 def decoder_of(model: Any) -> nn.Module:  # noqa: ANN401  # transformers' classes
-    """The model without its head; transformers finds none where the prefix is that of another class (W65)."""
+    """The model without its head; transformers finds itself, or a head that is called `decoder` (W65)."""
     found = model.get_decoder()
-    decoder = model.model if found is model else found
+    decoder = model.model if found is model or found is model.get_output_embeddings() else found
     assert isinstance(decoder, nn.Module)
     return decoder
 
@@ -242,10 +397,9 @@ class _HeadForward:
         row_tokens, shape = targets.shape[1] if output is LossOutput.ROWS else None, targets.shape
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         hidden, head = _in_computing_type(hidden, Head(weight, bias, self.softcap))
-        if output is LossOutput.SCORE:
-            return scored(hidden, head, targets, self._score_tokens(hidden.shape[0]))
-        if output is LossOutput.TOKENS:
-            return token_losses(hidden, head, targets, self._score_tokens(hidden.shape[0])).view(shape)
+        if output in _WITHOUT_GRADIENT:
+            found = judged(lambda part: head.logits(hidden[part]), targets, self._score_tokens(hidden.shape[0]), output)
+            return found if output is LossOutput.SCORE else found.view(shape)
         chunked = partial(self._chunked, row_tokens=row_tokens)
         found = (
             chunked(hidden, head, targets) if self.liger is None else self.liger.loss(hidden, head, targets, chunked)
@@ -476,29 +630,22 @@ def _overwrite_by_gradient(
         logits.copy_(grad)
 
 
-def scored(hidden: Tensor, head: Head, targets: Tensor, slice_tokens: int) -> Tensor:
-    """[2] in float64, without a gradient: the sum of the token losses of hidden [T, H], and how many targets are the
-    most likely token; at most `slice_tokens` tokens have logits at a time."""
-    sums = torch.zeros(2, dtype=torch.float64, device=hidden.device)
-    for losses, is_most_likely in _judged_slices(hidden, head, targets, slice_tokens):
-        sums += torch.stack([losses.sum(), is_most_likely.sum(dtype=torch.float64)])
-    return sums
-
-
-def token_losses(hidden: Tensor, head: Head, targets: Tensor, slice_tokens: int) -> Tensor:
-    """[T] in float64, without a gradient: the loss of each target of hidden [T, H], 0 where there is none."""
-    return torch.cat([losses for losses, _ in _judged_slices(hidden, head, targets, slice_tokens)])
-
-
 @torch.no_grad()
-def _judged_slices(hidden: Tensor, head: Head, targets: Tensor, slice_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each slice of tokens, the losses in float64, and whether a target is the most likely token."""
-    for part in _slices(hidden.shape[0], slice_tokens):
-        yield _judged(hidden[part], head, targets[part])
+def judged(logits_of: Callable[[slice], Tensor], targets: Tensor, slice_tokens: int, output: LossOutput) -> Tensor:
+    """The score [2] or the losses of tokens [T], in float64, of targets [T]; at most `slice_tokens` at a time.
+
+    `logits_of` returns the logits [C, V] of a slice of tokens in fp32; they are overwritten.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=targets.device)
+    losses = torch.empty(targets.shape, dtype=torch.float64, device=targets.device)
+    for part in _slices(targets.shape[0], slice_tokens):
+        losses[part], is_most_likely = _judged_slice(logits_of(part), targets[part])
+        sums += torch.stack([losses[part].sum(), is_most_likely.sum(dtype=torch.float64)])
+    return sums if output is LossOutput.SCORE else losses
 
 
-def _judged(hidden: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, Tensor]:
-    logits = head.logits(hidden)
+def _judged_slice(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each target, 0 without one, and whether it is the most likely token."""
     picked = logits.gather(-1, _index(targets)).squeeze(-1)
     highest, most_likely = logits.max(-1)
     log_normalisers = logits.sub_(highest.unsqueeze(-1)).exp_().sum(-1).log_().add_(highest)

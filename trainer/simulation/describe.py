@@ -22,8 +22,10 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.trainer.runtime.attention.packed import FLASH
 from shardwise.trainer.runtime.models.build import make_trainable
+from shardwise.trainer.runtime.models.methods import rank_factors
+from shardwise.trainer.runtime.models.router_loss import router_loss_problem
+from shardwise.trainer.runtime.models.targets import component_of, experts_in, read_past_forward, routers_of
 from shardwise.trainer.simulation.build import base_on_meta, blocks_of
-from shardwise.trainer.simulation.checks import loss_obstacle
 from shardwise.trainer.simulation.documents import measure_rows
 from shardwise.trainer.simulation.trace import traced_blocks
 from shardwise.trainer.spec.errors import InputError
@@ -50,18 +52,24 @@ def describe(request: DescriptionRequest) -> ModelShape:
 
 
 def describe_traced(request: TraceRequest) -> ModelShape:
-    """The shape of a model with the traces of its blocks; without them if its forward cannot be followed."""
+    """The shape of a model with the traces of its blocks; without them if it is not trained or not followed."""
     if not request.modes:
         return describe(request.description)
     model = _built(request.description)
-    shape, config = _shape_of(model), _Config(model.config.get_text_config())
+    shape, config, reach = _shape_of(model), _Config(model.config.get_text_config()), _Reach(model)
     shape = replace(shape, other_parameters=_size(model) - shape.num_parameters)
     obstacles = _obstacles(model)
-    request = replace(request, modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)))
+    if obstacles["loss_obstacle"] is not None:
+        return replace(shape, **obstacles)
+    request = replace(
+        request,
+        modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)),
+        is_packed=request.is_packed and obstacles["packing_obstacle"] is None,
+    )
     try:
-        traced = traced_blocks(model, request, lambda block: linears_of(block, config))
+        traced = traced_blocks(model, request, lambda block: linears_of(block, config, reach))
     except InputError:
-        return describe(request.description)
+        return replace(shape, **obstacles)
     return replace(shape, traced=traced, **obstacles)
 
 
@@ -74,12 +82,17 @@ def _obstacles(model: PreTrainedModel) -> dict[str, Any]:
     """What keeps the model from our loss heads and from packed rows."""
     copied = copy.deepcopy(model)
     installed = make_trainable(copied, Checkpointing.NONE, LossHead.EAGER, loss_chunk_tokens=None)
-    rows = measure_rows(model)
+    rows, rule = measure_rows(model), installed.loss.rule
     return {
-        "loss_obstacle": loss_obstacle(copied, installed.loss) or rows.order_fault,
+        "loss_obstacle": rows.loss_fault or (None if rows.is_measured or rule is not None else _NOT_COMPARED),
+        "loss_heads": (LossHead.EAGER,) if rule is None else tuple(LossHead),
+        "logit_softcap": None if rule is None else rule.softcap,
         "packing_obstacle": rows.packing_obstacle,
         "is_packing_measured": rows.is_measured,
     }
+
+
+_NOT_COMPARED = "its logits are no product of its head, and no small copy of it runs whose loss could be compared"
 
 
 def _built(request: DescriptionRequest) -> PreTrainedModel:
@@ -108,9 +121,10 @@ def _built(request: DescriptionRequest) -> PreTrainedModel:
 
 
 def _shape_of(model: PreTrainedModel) -> ModelShape:
-    blocks, config = blocks_of(model), _Config(model.config.get_text_config())
-    usual, others = _kinds([linears_of(block, config) for block in blocks])
-    block = next(block for block in blocks if linears_of(block, config) == usual)
+    blocks, config, reach = blocks_of(model), _Config(model.config.get_text_config()), _Reach(model)
+    linears = [linears_of(block, config, reach) for block in blocks]
+    usual, others = _kinds(linears)
+    block = blocks[linears.index(usual)]
     inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
     hidden = config.whole("hidden_size", default=head.in_features)
     heads = config.whole("num_attention_heads", default=1)
@@ -152,8 +166,8 @@ def _shape_of(model: PreTrainedModel) -> ModelShape:
         hidden_dropout=float(config.first(_HIDDEN_DROPOUT) or 0.0),
         attention_dropout=float(config.first(_ATTENTION_DROPOUT) or 0.0),
         attention_softcap=config.first(("attn_logit_softcapping",)),
-        logit_softcap=config.first(("final_logit_softcapping",)),
         attentions=_attentions(model, config),
+        has_router_loss=experts > 1 and router_loss_problem(model) is None,
         is_described=True,
     )
 
@@ -185,14 +199,34 @@ class _Config:
             return None
 
 
-def linears_of(block: nn.Module, config: _Config) -> Linears:
+class _Reach:
+    """What adapters and 4-bit storage reach in a model, by module."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._factors, self._past = rank_factors(model), read_past_forward(model)
+
+    def factor(self, module: nn.Module, parameter: str = "") -> int:
+        """How many times the rank the adapter on a layer has, or on a tensor of a module; 0 where there is none."""
+        path = self._paths[module]
+        return self._factors.get(f"{path}.{parameter}" if parameter else path, 0)
+
+    def is_past(self, module: nn.Module) -> bool:
+        """True if the weight of a layer is read past its forward."""
+        return self._paths[module] in self._past
+
+
+def linears_of(block: nn.Module, config: _Config, reach: _Reach) -> Linears:
     """The linear layers of a block, experts of a kind counted together, in the order in which modules are made."""
     found: Counter[Linear] = Counter()
+    routers, experts = routers_of(block), {each.path for each in experts_in(block)}
     for path, module in block.named_modules():
+        component = component_of(path, block, routers=routers, experts=experts)
         if isinstance(module, nn.Linear | Conv1D):
-            found[_linear_module(path, module)] += 1
+            linear = _linear_module(path, module, factor=reach.factor(module), is_module=not reach.is_past(module))
+            found[replace(linear, component=component)] += 1
         else:
-            found.update(_bare_linears(path, module, config))
+            found.update(replace(each, component=component) for each in _bare_linears(path, module, config, reach))
     if not found:
         raise InputError(f"{type(block).__name__} has no linear layers; its shape cannot be described")
     used = config.whole(*_EXPERTS_PER_TOKEN, default=1)
@@ -207,7 +241,7 @@ def _counted(linear: Linear, times: int, used: int) -> Iterator[Linear]:
     yield replace(linear, num_copies=times, num_used=min(used, times))
 
 
-def _linear_module(path: str, module: nn.Linear | Conv1D) -> Linear:
+def _linear_module(path: str, module: nn.Linear | Conv1D, *, factor: int, is_module: bool) -> Linear:
     parent, _, name = path.rpartition(".")
     is_expert = "experts" in parent.split(".")
     inputs, outputs = (
@@ -218,10 +252,12 @@ def _linear_module(path: str, module: nn.Linear | Conv1D) -> Linear:
         num_inputs=inputs,
         num_outputs=outputs,
         has_bias=module.bias is not None,
+        is_linear_module=is_module,
+        adapter_rank_factor=factor,
     )
 
 
-def _bare_linears(path: str, module: nn.Module, config: _Config) -> Iterator[Linear]:
+def _bare_linears(path: str, module: nn.Module, config: _Config, reach: _Reach) -> Iterator[Linear]:
     """Matrices that are parameters rather than modules: experts in three dimensions, and routers."""
     if isinstance(module, nn.Embedding) or "Conv" in type(module).__name__:
         return
@@ -233,12 +269,13 @@ def _bare_linears(path: str, module: nn.Module, config: _Config) -> Iterator[Lin
             outputs, inputs = weight.shape[1:]
             if getattr(module, "is_transposed", False):
                 inputs, outputs = outputs, inputs
-            yield _bare(f"{place}.{name}", inputs, outputs, copies=weight.shape[0], used=min(used, weight.shape[0]))
+            copies, factor = weight.shape[0], reach.factor(module, name)
+            yield _bare(f"{place}.{name}", inputs, outputs, copies=copies, used=min(used, copies), factor=factor)
         elif weight.ndim == 2 and tuple(weight.shape) == (experts, hidden):
             yield _bare(place if name == "weight" else f"{place}.{name}", hidden, experts, copies=1, used=1)
 
 
-def _bare(name: str, inputs: int, outputs: int, *, copies: int, used: int) -> Linear:
+def _bare(name: str, inputs: int, outputs: int, *, copies: int, used: int, factor: int = 0) -> Linear:
     return Linear(
         name=name,
         num_inputs=inputs,
@@ -246,7 +283,7 @@ def _bare(name: str, inputs: int, outputs: int, *, copies: int, used: int) -> Li
         num_copies=copies,
         num_used=used,
         is_linear_module=False,
-        adapter_rank_factor=0,
+        adapter_rank_factor=factor,
     )
 
 

@@ -34,6 +34,7 @@ _SIZES = tuple(
         (r"(.*_)?(head_?dim|dim_head|d_head)|kv_channels|attention_head_size", 16),
         (r"(.*_)?(rank|lowrank|time_step_rank)|d_rel|router_hidden_size|moe_latent_size|max_inference_chunksize", 16),
         (r"(.*_)?(d_state|state_size)|hidden_size_per_layer_input", 16),
+        (r"block_size", 8),  # of BigBird, whose attention is sparse in rows that are longer than 7 blocks
         (r"(.*_)?(chunk_size|block_size|attn_chunk_length)", 16),
         (r"sliding_window(_size)?|(attention_|keep_)?window_size|local_attention(_window_len)?", 16),
         (r"attention_chunk_size|indexer_budget|heavily_compressed_attention", 16),
@@ -42,7 +43,7 @@ _SIZES = tuple(
         (r"((n_routed|num_local|num|moe_num)_)?experts|zero_expert_num", 4),
         (r"num_experts_per_tok(en)?|moe_(topk|top_k|k)|top_k_experts", 2),
         (r"n_group|num_expert_group|n_groups|mamba_n_?groups|o_groups", 2),
-        (r"topk_group|num_mem_blocks", 1),
+        (r"topk_group|num_mem_blocks|num_random_blocks", 1),
         (r"(.*_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|rel_extent", 512),
         (r"context_length|max_(target|source)_positions", 512),
     )
@@ -61,6 +62,7 @@ _PERIODS = {
     "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
     "decoder_sparse_step": 2,
 }  # fmt: skip
+_SHARED = ("layers_block_type", "hybrid")  # blocks that have the weights of one of them (Zamba), which needs another
 _PER_LAYER = "per_layer_config"  # a mapping from the number of a block, as text, to fields of that block
 
 
@@ -139,7 +141,8 @@ def _blocks(fields: Fields, smaller: Fields, num_blocks: int, rotated: int | Non
             of_one.get(block),
         )
         kinds.setdefault(repr(kind), block)
-    blocks = list(kinds.values())
+    shared = [block for block, kind in enumerate(fields.get(_SHARED[0]) or ()) if kind == _SHARED[1]]
+    blocks = sorted({*kinds.values(), *shared[:2]})
     if len(blocks) == 1 and num_blocks > 1:
         blocks *= 2
     found: Fields = {name: len(blocks) for name in _NUM_BLOCKS if _is_number(fields.get(name))}

@@ -7,7 +7,7 @@ grow: the number of rows is a prime that no weight has as a factor, and the numb
 
     before   embeddings, masks, positions: until the first block begins
     block    until the next begins
-    after    the last norm: until the hidden states are there
+    after    the last norm: until the input of the head is there
 
 The forward ends there, and the backward begins with a gradient of the hidden states: the head and its loss have a
 closed form. Functions of packages that the machine has are one kernel (`package_functions`); without the package
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.choice import attention_name
-from shardwise.trainer.runtime.loss import hidden_states
+from shardwise.trainer.runtime.loss import LossForward, hidden_states
 from shardwise.trainer.runtime.models.build import make_trainable
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type, trained_parameters
 from shardwise.trainer.runtime.run.types import compute_type
@@ -339,7 +339,7 @@ def _precision(mode: Mode) -> Precision:
 def _traced(
     model: PreTrainedModel, request: TraceRequest, mode: Mode, places: tuple[int, ...], rows: _Rows
 ) -> ModeTrace:
-    whole = _as_trained(copy.deepcopy(model), request, mode)
+    whole, loss = _as_trained(copy.deepcopy(model), request, mode)
     device = request.device_kind.value
     recorder = _Recorder(device, rows, is_16_bit=mode.compute_bytes == 2)
     kernels = Kernels(device, request.compute_capability)
@@ -352,7 +352,7 @@ def _traced(
         if device == "cuda":
             ready_backward_thread()
         materialise(whole, device)
-        boundary = _run(whole, mode, rows, recorder)
+        boundary = _run(whole, loss, mode, rows, recorder)
     num_blocks = len(blocks_of(whole))
     parts = recorder.parts(num_blocks)
     blocks = blocks_of(whole)
@@ -366,8 +366,8 @@ def _traced(
     )
 
 
-def _as_trained(model: PreTrainedModel, request: TraceRequest, mode: Mode) -> PreTrainedModel:
-    """The model as a run of this mode trains it."""
+def _as_trained(model: PreTrainedModel, request: TraceRequest, mode: Mode) -> tuple[PreTrainedModel, LossForward]:
+    """The model as a run of this mode trains it, and its loss."""
     precision = _precision(mode)
     model.set_attn_implementation(attention_name(mode.attention))
     dtype = base_type(mode.method, precision)
@@ -380,14 +380,14 @@ def _as_trained(model: PreTrainedModel, request: TraceRequest, mode: Mode) -> Pr
             quantise(model, request.quant, dtype)
         if mode.method.freezes_base:
             add_adapters(model, request.lora, precision)
-    make_trainable(model, Checkpointing.NONE, LossHead.EAGER, loss_chunk_tokens=None)
-    return model
+    installed = make_trainable(model, Checkpointing.NONE, LossHead.EAGER, loss_chunk_tokens=None)
+    return model, installed.loss
 
 
 _BEFORE, _AFTER = -1, -2
 
 
-def _run(model: PreTrainedModel, mode: Mode, rows: _Rows, recorder: "_Recorder") -> Amount:
+def _run(model: PreTrainedModel, of_loss: LossForward, mode: Mode, rows: _Rows, recorder: "_Recorder") -> Amount:
     """A forward and a backward; the bytes of a block's input."""
     device, blocks = recorder.device, blocks_of(model)
     boundary: list[Amount] = []
@@ -427,7 +427,7 @@ def _run(model: PreTrainedModel, mode: Mode, rows: _Rows, recorder: "_Recorder")
             autocast = torch.autocast(device, dtype=compute_type(Precision.BF16_MIXED))
             with autocast if mode.is_autocast else nullcontext():
                 # No name holds the hidden states, nor their gradient: they are free as soon as they are used.
-                loss = _Head.apply(hidden_states(model, ids, **inputs), recorder)  # type: ignore[no-untyped-call]
+                loss = _Head.apply(of_loss.head_input(model, ids, **inputs), recorder)  # type: ignore[no-untyped-call]
         loss.backward()
         recorder.end_parts()
         recorder.note_gradients(trained_parameters(model))

@@ -32,6 +32,7 @@ from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
 from shardwise.trainer.spec.job.sections import Job, LrSchedule, TrainJob
 from shardwise.trainer.spec.messages.extension import Extension
+from shardwise.trainer.spec.model.blocks import Component
 from shardwise.trainer.spec.model.shape import ModelCode, ModelShape
 from shardwise.trainer.spec.strategy import (
     Attention,
@@ -328,6 +329,15 @@ class Calibration(Value, frozen=True, kw_only=True):
     records: tuple[CalibrationRecord, ...] = ()
 
 
+class Coverage(Value, frozen=True, kw_only=True):
+    """Weights of the linear layers of one part of all blocks, and how many of them adapters and 4-bit storage cover."""
+
+    component: Component
+    num_weights: int
+    num_adapted: int
+    num_packed: int | None = None  # None: no 4-bit base, or one whose files decide
+
+
 class Plan(Value, frozen=True, kw_only=True):
     """The decision, with everything it was made from."""
 
@@ -345,6 +355,7 @@ class Plan(Value, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     rejections: tuple[Rejection, ...]
     methods: tuple[MethodRow, ...]
+    coverage: tuple[Coverage, ...] = ()  # of adapters; none where all weights are trained
     fallbacks: tuple[Candidate, ...]
     calibration: Calibration
     versions: dict[str, str]

@@ -57,6 +57,10 @@ def of_whole_numbers(tensors: Tensors) -> Tensors:
     return {**tensors, "model.layers.1.mlp.up_proj.weight": tensors["model.layers.1.mlp.up_proj.weight"].to(torch.int8)}
 
 
+def with_more(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {**tensors, name: torch.ones(64)}
+
+
 def of_another_vocabulary(tensors: Tensors) -> Tensors:
     return {**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:-1]}
 
@@ -69,6 +73,9 @@ def of_another_vocabulary(tensors: Tensors) -> Tensors:
         (wrapped, r"has a wrapper's name:\nshardwise import .*base .*base-plain$"),
         (narrowed, r"up_proj\.weight has shape .* different models"),
         (of_whole_numbers, r"up_proj\.weight is stored in int8 and no scales"),
+        (with_more("model.layers.0.self_attn.q_proj.bias"), r"q_proj\.bias has no place .*attention_bias"),
+        (with_more("model.layers.1.self_attn.q_norm.weight"), r"q_norm\.weight has no place"),
+        (with_more("model.layers.2.input_layernorm.weight"), r"the block model\.layers\.2, .* has 2; .*num_hidden"),
         (of_another_vocabulary, r"embed_tokens\.weight has shape \(255, .* different models"),
     ],
 )  # fmt: skip

@@ -93,6 +93,10 @@ def test_a_file_or_shards_together_answer_with_their_shapes_and_a_missing_one_is
     write_shards(tmp_path, third="b.safetensors")
     with pytest.raises(InputError, match=r"b\.safetensors: .*third.*model\.safetensors\.index\.json"):
         check_weights(tmp_path)
+    write_shards(tmp_path)
+    (tmp_path / "b.safetensors").write_bytes(safetensors(header_of({"second": (2, 2), "first": (4,)}), 32))
+    with pytest.raises(InputError, match=r"b\.safetensors: holds first, as another file"):
+        check_weights(tmp_path)
 
 
 WEIGHT_MAPS = ("{}", "[]", '{"a": 1}', '{"a": "../../secret.safetensors"}')

@@ -161,6 +161,8 @@ RULE_INPUTS: list[tuple[str, RuleInput, RuleInput]] = [
      rule_input(FP8, fp8_recipe=Fp8Recipe.TORCHAO_ROWWISE, libraries=frozenset({"torchao"}))),
     ("compiled_blocks_hold_no_gathering_hooks", rule_input("zero3/bf16/adamw", compile=True),
      rule_input("zero2/bf16/adamw", compile=True)),
+    ("compiled_blocks_hold_no_hooks_on_routers", rule_input(PLAIN, compile=True, router_aux_loss=0.01),
+     rule_input(PLAIN, router_aux_loss=0.01)),
     ("compiled_blocks_are_fused", rule_input(PLAIN, fused_kernels=True, compile=True),
      rule_input(PLAIN, fused_kernels=True)),
     ("fused_kernels_need_liger", rule_input(PLAIN, fused_kernels=True, libraries=frozenset({"triton"})),

@@ -19,12 +19,14 @@ from shardwise.trainer.planning.candidates import (
 )
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.planner import check_job
 from shardwise.trainer.planning.rules.rule import obstacle_to
 from shardwise.trainer.planning.search import configurations as search
 from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile
 from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import Allowance, DataFormat
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.optimizers import Optimizer
@@ -339,6 +341,20 @@ def test_ligers_loss_head_is_chosen_where_it_is_installed_and_defined() -> None:
     for spec, rows, hooks in (("1xCPU", data, ()), ("1xRTX-4090", pairs, ()), ("1xRTX-4090", data, (Hook.LOSS,))):
         context = replace(context_for("1b", machine_of(spec)), data=rows, hooks=hooks)
         assert LossHead.FUSED_LINEAR not in search.losses(context)
+
+
+def test_a_model_of_its_own_logits_has_whole_logits_alone_also_when_memory_runs_out() -> None:
+    context = context_for("1b", machine("1xA100-SXM4-80GB", libraries=("liger-kernel",)))
+    context = replace(context, shape=replace(context.shape, loss_heads=(LossHead.EAGER,)))
+    assert search.losses(context) == (LossHead.EAGER,)
+    candidate = search.best_candidate(context, ROWS["none/bf16-mixed/adamw_fused"])
+    assert candidate is not None and candidate.loss is LossHead.EAGER
+    assert {each.loss for each in fallbacks(context, (candidate,))} == {LossHead.EAGER}
+    job = replace(context.job, pin=replace(context.job.pin, loss=LossHead.CHUNKED))
+    with pytest.raises(
+        InputError, match=r"^pin\.loss: chunked and llama exclude each other(.|\n)*use pin\.loss=eager$"
+    ):
+        check_job(job, context.shape, data_of(), ())
 
 
 @pytest.mark.parametrize(("written", "n"), [({}, 2), ({"checkpointing_n": 4}, 4)])

@@ -279,7 +279,9 @@ def test_tools_and_arguments_of_the_template_are_in_every_shape_that_holds_messa
 def test_keys_that_the_template_need_not_write_are_counted_by_example(renderer):
     call = assistant("", tool_calls=[PARIS], reasoning_content="warm", note={"by": "x"}, score=3)
     chat = Chat(
-        [{**ASKED, "name": "Al"}, call, RESULT, assistant("Mild."), user("a"), assistant("b")], TOOLS, {"depth": "x"}
+        [{**ASKED, "name": "Al"}, call, RESULT, assistant("Mild.", rated=0), user("a"), assistant("b")],
+        TOOLS,
+        {"depth": "x", "enable_thinking": ["zq9"]},
     )
     pair = Preference([{**ASKED, "name": "Al"}], [assistant("a")], [assistant("b")])
     one = renderer("qwen3_6")
@@ -289,7 +291,8 @@ def test_keys_that_the_template_need_not_write_are_counted_by_example(renderer):
     assert shortened == {"messages.reasoning_content": 2}
     assert keys == {
         "messages.name": 3, "messages.tool_calls.id": 2, "messages.tool_call_id": 2, "messages.note.by": 2,
-        "messages.score": 2, "chat_template_kwargs.depth": 2,
+        "messages.score": 2, "messages.rated": 2, "chat_template_kwargs.depth": 2,
+        "chat_template_kwargs.enable_thinking": 2,
     }  # fmt: skip
     assert one.take_unread() == ({}, {})
 
@@ -385,6 +388,9 @@ def test_arguments_in_json_text_are_given_as_the_template_reads_them(renderer, t
     function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
     call = assistant("", tool_calls=[{"type": "function", "function": function}])
     assert learned(renderer("qwen2_5").render(Chat([user("a"), call])), tokenizer) == [TAGGED_CALL]
+    function["arguments"] = ""
+    [without] = learned(renderer("qwen3_6").render(Chat([user("a"), call])), tokenizer)
+    assert "<function=get_weather>\n</function>" in without
 
 
 def test_parts_of_text_are_one_text_where_the_template_reads_no_parts(renderer):

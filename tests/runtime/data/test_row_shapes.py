@@ -118,6 +118,9 @@ EXAMPLES = [
     (TOKENS, {"ids": [1, 2, 3], "lm": [0, 1, 0]}, {"tokens": "ids", "mask": "lm"},
      TokenIds([1, 2, 3], [False, True, False])),
     (TOKENS, {"input_ids": [1, 2], "completion_mask": [False, True]}, {}, TokenIds([1, 2], [False, True])),
+    (TOKENS, {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4], "assistant_masks": [1, 1, 0, 1],
+              "loss_mask": [1.0, 1.0, 1.0, 1.0], "attention_mask": [1] * 4, "position_ids": [0, 1, 2, 3]}, {},
+     TokenIds([1, 2, 3, 4], [False, True, False, True])),
     (COMPLETION, {"prompt": "2+2?", "completion": "4"}, {}, Completion("2+2?", "4")),
     (COMPLETION, {"prompt": [ASKED], "completion": json.dumps([ANSWERED])}, {}, Completion([ASKED], [ANSWERED])),
     (COMPLETION, {"prompt": "[{1}]", "completion": "4"}, {}, Completion("[{1}]", "4")),
@@ -149,6 +152,15 @@ EXAMPLES = [
      Chat([ASKED, assistant("<think>so</think>", tool_calls=[CALL])])),
     (CHAT, {"messages": [ASKED, assistant(None, function_call=CALL["function"])], "functions": TOOLS}, {},
      Chat([ASKED, assistant("", tool_calls=[CALL])], TOOLS)),
+    (CHAT, {"messages": [ASKED, assistant("", tool_calls=json.dumps([CALL])), ANSWERED]}, {},
+     Chat([ASKED, assistant("", tool_calls=[CALL]), ANSWERED])),
+    (CHAT, {"messages": [ASKED, assistant("", tool_calls=[json.dumps(CALL)], function_call=CALL["function"])]}, {},
+     Chat([ASKED, assistant("", tool_calls=[CALL])])),
+    (CHAT, {"messages": [ASKED, assistant("", tool_calls=[CALL], function_call={"name": "sub"})]}, {},
+     Chat([ASKED, assistant("", tool_calls=[CALL], function_call={"name": "sub"})])),
+    (CHAT, {"messages": [user(["2+", {"text": "2?"}]), assistant([{"type": "output_text", "text": "4", "train": 1}])]},
+     {}, Chat([user([{"type": "text", "text": each} for each in ("2+", "2?")]),
+               assistant([{"type": "text", "text": "4"}])])),
     (CHAT, {"messages": [{**SYSTEM, "tools": TOOLS}, ASKED, ANSWERED]}, {}, Chat([SYSTEM, ASKED, ANSWERED], TOOLS)),
     (CHAT, {"messages": [ASKED, ANSWERED], "chat_template_kwargs": {"enable_thinking": False, "none": None}}, {},
      Chat([ASKED, ANSWERED], None, {"enable_thinking": False})),
@@ -224,6 +236,8 @@ EXCLUSIONS = [  # of an answer: the key, what excludes it, what does not
     ("weight", [0, 0.0, "0"], [1, 1.0, None]), ("train", [False], [True]), ("training", [False, 0], [True]),
     ("loss", [False, "false"], [True]), ("loss_scale", [0.0], [1.0]), ("loss_mask", [0], [1]),
     ("step_loss_mask", [0], [1]), ("trainable", [False], ["True"]), ("masked", [True], [False]),
+    ("lossMask", [0, "0.0"], [1]), ("Loss-Weight", [0], [1]), ("WEIGHT", [0], [1]), ("learn", [False], [True]),
+    ("ignore", [True], [False]), ("skip", [1], [0]),
 ]  # fmt: skip
 
 
@@ -241,6 +255,10 @@ LEFT_OUT: list[Any] = [
     (CHAT, {"conversations": SAID, "kto_tag": False}, "kto_tag: false"),
     (CHAT, {"messages": [ASKED, WRONG], "weight": 0}, "weight: 0"),
     (TEXT, {"text": "a", "train": False}, "train: false"),
+    (CHAT, {"messages": [ASKED, WRONG], "loss": 0}, "loss: 0"),
+    (COMPLETION, {"prompt": "2+2?", "completion": "5", "weight": "0.0"}, "weight: 0"),  # a cell of a CSV file
+    (PREFERENCE, {"prompt": "2+2?", "chosen": "4", "rejected": "5", "isMasked": None, "masked": True}, "masked: true"),
+    (TEXT, {"text": "a", "lossMask": 0}, "lossMask: 0"),
     (CHAT, {"messages": [ASKED, {**WRONG, "loss": False}]}, "every answer is excluded"),
     (COMPLETION, {"prompt": [ASKED], "completion": [{**WRONG, "weight": 0}]}, "every answer is excluded"),
     (

@@ -219,7 +219,7 @@ def test_a_folder_that_fails_its_check_gets_no_name_and_leaves_nothing(tmp_path)
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
 def test_adapters_on_experts_are_merged_and_are_found_again_by_peft(method, tmp_path):
-    """They adapt tensors of a module, one around the other, and the router."""
+    """They adapt tensors of a module, one around the other; the router has none, in PEFT's description neither."""
     plan = run_of(write_base(tmp_path / "base", EXPERTS), method, config=EXPERTS)
     run_dir = save_run(tmp_path / "run", plan)
     model = trained_model(run_dir, plan)
@@ -228,3 +228,6 @@ def test_adapters_on_experts_are_merged_and_are_found_again_by_peft(method, tmp_
     export(run_dir, tmp_path / "merged", merge=True)
     assert check.relative_difference(check.logits_of(model, IDS), plain_logits(tmp_path / "merged")) < check.SAME
     assert len(export(run_dir, tmp_path / "adapters").checks) == 1
+    described = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert sorted(described["target_parameters"]) == ["down_proj", "gate_up_proj"]
+    assert sorted(described["target_modules"]) == ["k_proj", "o_proj", "q_proj", "v_proj"]

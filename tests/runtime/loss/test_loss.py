@@ -22,6 +22,19 @@ from shardwise.trainer.spec.strategy import LossHead
 VOCAB, WIDTH, HIDDEN = 96, 20, 32
 
 
+class Capped(LlamaForCausalLM):
+    """A Llama whose forward caps its logits where its config has a cap."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **named)
+        softcap = self.config.final_logit_softcapping
+        if softcap is not None:
+            output.logits = torch.tanh(output.logits / softcap) * softcap
+        if labels is not None:
+            output.loss = self.loss_function(logits=output.logits, labels=labels, vocab_size=VOCAB)
+        return output
+
+
 def build(
     head: LossHead | None = None, chunk_tokens: int | None = None, *, is_tied: bool = False,
     dtype: torch.dtype = torch.float32, softcap: float | None = None, has_bias: bool = False, is_pinned: bool = True,
@@ -32,7 +45,7 @@ def build(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=is_tied, initializer_range=0.3,
     )  # fmt: skip
-    model = nn.Module.to(LlamaForCausalLM(config), dtype)
+    model = nn.Module.to(Capped(config), dtype)
     model.config.final_logit_softcapping = softcap
     if has_bias:
         torch.manual_seed(2)

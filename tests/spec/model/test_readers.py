@@ -8,9 +8,10 @@ from architecture_factory import TINY, VARIANTS
 
 from shardwise.launch.inputs.model_files import known_models, read_preset
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import Linear, ModelShape
-from shardwise.trainer.spec.strategy import Attention
+from shardwise.trainer.spec.strategy import Attention, Precision
 
 READ = [model for model in known_models() if model.config["model_type"] in supported_model_types()]
 # One of each model type is built; the parameters of all equal the published ones.
@@ -103,15 +104,13 @@ def test_linear_modules_are_those_of_the_blocks(config):
 
 
 @EACH_SMALL
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads the old name
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # and transposes Conv1D by itself
 @pytest.mark.filterwarnings("ignore:.*were ignored:RuntimeWarning")  # a rank for experts that it looks for as modules
 @pytest.mark.filterwarnings("ignore:.*no parameter was matched:RuntimeWarning")  # all blocks dense
 def test_adapters_on_all_linear_are_as_large_as_the_shape_says(config):
-    from peft import LoraConfig, get_peft_model
+    from shardwise.trainer.runtime.models.methods import add_adapters
 
-    shape, rank = read_model_shape(config), 3
-    adapted = get_peft_model(built_by_transformers(config), LoraConfig(r=rank, target_modules="all-linear"))
+    shape, rank, adapted = read_model_shape(config), 3, built_by_transformers(config)
+    add_adapters(adapted, LoraJob(rank=rank), Precision.FP32)
     assert sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad) == sum(
         times * linear.num_copies * linear.adapter_rank_factor * rank * (linear.num_inputs + linear.num_outputs)
         for linear, times in every_linear(shape)
@@ -213,6 +212,8 @@ def test_a_shape_says_how_its_blocks_differ(name, fields):
         ({"hidden_size": None}, "llama .*hidden_size"),
         ({"hidden_size": "wide"}, r"hidden_size .*\"wide\""),
         ({"vocab_size": 0}, r"vocab_size .*0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers .* at most 100000, .*1000000000"),
+        ({"vocab_size": 10**30}, "vocab_size .* at most 1099511627776"),
         ({"num_hidden_layers": True}, r"num_hidden_layers .*true"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 .*num_key_value_heads 4"),
         ({"hidden_size": 194, "head_dim": None}, "194 .* 6"),

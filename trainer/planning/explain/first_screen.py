@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.candidates import configuration_of, prediction_error, run_hours, run_totals
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.explain.coverage import coverage_gap
 from shardwise.trainer.planning.page.content import paragraph, table
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
@@ -168,6 +169,9 @@ def _choice(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
     cost = [] if totals.cost is None else [f"cost {totals.cost:,.2f}"]
     yield from _figures("speed", [f"{totals.tokens_per_s:,.0f} tokens/s", f"{tokens} tokens{source}", *cost], width)
     yield from _labelled("how", f"{'; '.join(how(plan, context))} ({chosen.strategy.name})", width)
+    gap = coverage_gap(plan)
+    if gap is not None:
+        yield from _labelled("covers", gap, width)
 
 
 def _figures(label: str, figures: Sequence[str], width: int, *, share: float | None = None) -> Iterator[Line]:

@@ -17,6 +17,7 @@ from shardwise.trainer.planning.candidates import (
 )
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.explain.coverage import coverage_lines
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
@@ -91,6 +92,7 @@ def choice_section(plan: Plan, context: PlanningContext) -> Section:
     sentences = (
         _batch_line(plan),
         "; ".join(_policy_parts(chosen, context)),
+        *coverage_lines(plan),
         _steps_line(plan),
         _data_line(plan),
         _saving_line(plan),

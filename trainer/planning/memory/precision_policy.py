@@ -27,8 +27,9 @@ from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, o
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.model.blocks import Adapter, TracedBlocks
+from shardwise.trainer.spec.model.blocks import Adapter, Component, TracedBlocks
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
+from shardwise.trainer.spec.plan import Coverage
 from shardwise.trainer.spec.strategy import (
     Attention,
     AttentionKernel,
@@ -128,6 +129,7 @@ def dims_for(shape: ModelShape, configuration: Configuration) -> Dims:
     return dims_of(shape, uses_traces=shape.is_described or is_as_traced)
 
 
+_ALL_LINEAR = ("all-linear",)
 TRACED_CHECKPOINTING = (Checkpointing.NONE, Checkpointing.FULL, Checkpointing.EVERY_N)
 
 
@@ -160,7 +162,42 @@ def _packed(kinds: Iterable[tuple[int, tuple[Linear, ...]]]) -> int:
         count * each.num_copies * each.num_inputs * each.num_outputs
         for count, linears in kinds
         for each in linears
-        if each.is_linear_module
+        if is_packed(each)
+    )
+
+
+def is_packed(linear: Linear) -> bool:
+    """True if a 4-bit base stores this layer so: bitsandbytes packs modules, and no tensor of experts."""
+    return linear.is_linear_module
+
+
+def is_adapted(linear: Linear, targets: tuple[str, ...]) -> bool:
+    """True if a layer, or all experts of one, get an adapter."""
+    return linear.adapter_rank_factor > 0 if targets == _ALL_LINEAR else linear.name in targets
+
+
+def coverage_of(configuration: Configuration, dims: Dims) -> tuple[Coverage, ...]:
+    """What adapters and 4-bit storage cover of each part of the blocks; nothing for methods without adapters."""
+    if not configuration.method.freezes_base:
+        return ()
+    counts: dict[Component, list[int]] = {}
+    for num_blocks, linears in dims.kinds:
+        for each in linears:
+            found = counts.setdefault(each.component, [0, 0, 0])
+            num_weights = num_blocks * each.num_weights
+            for place, counts_it in enumerate((True, is_adapted(each, configuration.lora.targets), is_packed(each))):
+                found[place] += num_weights * counts_it
+    shows_packed = configuration.method is Method.QLORA and dims.quant is None
+    return tuple(
+        Coverage(
+            component=component,
+            num_weights=num_weights,
+            num_adapted=num_adapted,
+            num_packed=num_packed if shows_packed else None,
+        )
+        for component in Component
+        for num_weights, num_adapted, num_packed in (counts.get(component, (0, 0, 0)),)
+        if num_weights
     )
 
 
@@ -196,7 +233,7 @@ def _dims(shape: ModelShape) -> Dims:
         modules=tuple(
             (linear.name, linear.num_inputs, linear.num_outputs)
             for linear in linears
-            if linear.is_linear_module and linear.adapter_rank_factor
+            if linear.is_linear_module and is_adapted(linear, _ALL_LINEAR)
         ),
         **_bare_adapters(shape),
         matrices=tuple((linear.num_inputs, linear.num_outputs, linear.num_copies) for linear in linears),
@@ -221,7 +258,7 @@ def _attention_linears(shape: ModelShape) -> tuple[Linear, ...]:
 
 
 def _bare_adapters(shape: ModelShape) -> dict[str, Any]:
-    bare = [linear for linear in shape.linears if not linear.is_linear_module and linear.adapter_rank_factor]
+    bare = [each for each in shape.linears if not each.is_linear_module and is_adapted(each, _ALL_LINEAR)]
     return {
         "bare_adapter_elements": sum(
             linear.adapter_rank_factor * linear.num_copies * (linear.num_inputs + linear.num_outputs) for linear in bare
@@ -301,14 +338,16 @@ def traced_adapters(traced: TracedBlocks, method: Method) -> tuple[tuple[Adapter
 
 
 def adapts_all(configuration: Configuration) -> bool:
-    return configuration.lora.targets == ("all-linear",)
+    return configuration.lora.targets == _ALL_LINEAR
 
 
 def adapted_linears(configuration: Configuration, dims: Dims) -> tuple[tuple[str, int, int], ...]:
     """The linear layers of a block that carry an adapter."""
     if adapts_all(configuration):
         return dims.modules
-    return tuple(linear for linear in dims.modules if linear[0] in configuration.lora.targets)
+    _, linears = dims.kinds[0]
+    named = (each for each in linears if is_adapted(each, configuration.lora.targets))
+    return tuple((each.name, each.num_inputs, each.num_outputs) for each in named)
 
 
 __all__ = [
@@ -319,7 +358,10 @@ __all__ = [
     "adapter_parameters",
     "adapts_all",
     "attention_kernel",
+    "coverage_of",
     "dims_of",
+    "is_adapted",
+    "is_packed",
     "policy_of",
     "policy_of_one",
     "shard_degree",

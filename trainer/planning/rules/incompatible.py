@@ -435,6 +435,13 @@ SETTINGS: tuple[Incompatibility, ...] = (
         instead="fsdp or zero2",
         evidence="deepspeed 0.19.8, torch 2.13: 'Dynamo recompile limit exceeded' in the first forward of two ranks",
     ),
+    Incompatibility(
+        name="compiled_blocks_hold_no_hooks_on_routers",
+        is_broken=lambda c: c.compile and c.router_aux_loss is not None,
+        reason="train.router_aux_loss collects the logits of routers inside of blocks, which compile traces as a whole",
+        instead="compile: false",
+        evidence="not run: hooks would keep tensors of a compiled and recomputed region beyond its end",
+    ),
     # Liger's kernels in blocks.
     Incompatibility(
         name="compiled_blocks_are_fused",

@@ -375,6 +375,7 @@ def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput
         shard_group=pin.shard_group,
         lora=train.lora,
         galore=train.galore,
+        router_aux_loss=train.router_aux_loss,
         libraries=context.libraries,
         cpu_flags=_cpu_flags(context, strategy),
     )

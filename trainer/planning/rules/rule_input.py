@@ -44,6 +44,7 @@ class RuleInput(Value, frozen=True, kw_only=True):
     shard_group: int | None = None
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
+    router_aux_loss: float | None = None
     libraries: frozenset[str] | None = None  # names as on the package index; None: unknown, assumed to be complete
     cpu_flags: frozenset[str] | None = None  # of the host; None: unknown, assumed to be complete
     trusts_unknown_cards: bool = False  # a card of unknown compute capability is assumed to support everything

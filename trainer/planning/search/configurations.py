@@ -108,11 +108,11 @@ def every_n(context: PlanningContext, checkpointing: Checkpointing) -> int | Non
 
 
 def losses(context: PlanningContext) -> tuple[LossHead, ...]:
-    """Logits in slices of tokens, or whole; a user's own loss receives all of them.
+    """Logits in slices of tokens, or whole; a user's own loss receives all of them, a model's own logits are whole.
 
     Liger's fused head where it is installed; not for pairs of rows, whose weights are known after its forward.
     """
-    if Hook.LOSS in context.hooks:
+    if Hook.LOSS in context.hooks or context.shape.loss_heads == (LossHead.EAGER,):
         return (LossHead.EAGER,)
     pinned = context.job.pin.loss
     if pinned is not None:
@@ -320,6 +320,7 @@ def first_configuration(
         flash_kernel=flash_kernel(context, taken),
         lora=context.job.train.lora,
         galore=context.job.train.galore,
+        router_aux_loss=context.job.train.router_aux_loss,
     )
 
 

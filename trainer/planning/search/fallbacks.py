@@ -104,7 +104,7 @@ def _smaller_configurations(context: PlanningContext, configuration: Configurati
         yield with_micro_batch(context, configuration, micro_batch)
     if configuration.checkpointing in (Checkpointing.NONE, Checkpointing.SELECTIVE) and pin.checkpointing is None:
         yield replace(configuration, checkpointing=Checkpointing.FULL)
-    if configuration.loss is LossHead.EAGER and pin.loss is None:
+    if configuration.loss is LossHead.EAGER and pin.loss is None and LossHead.CHUNKED in context.shape.loss_heads:
         yield replace(configuration, loss=LossHead.CHUNKED, loss_chunk_tokens=MIN_CHUNK_TOKENS)
     if configuration.loss_chunk_tokens is not None and configuration.loss_chunk_tokens > MIN_CHUNK_TOKENS:
         half = min(configuration.loss_chunk_tokens, configuration.tokens_per_micro_batch) // 2

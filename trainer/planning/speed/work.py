@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
-from shardwise.trainer.planning.memory.precision_policy import traced_adapters
+from shardwise.trainer.planning.memory.precision_policy import is_adapted, traced_adapters
 from shardwise.trainer.planning.memory.reference_trainers import reference_of
 from shardwise.trainer.planning.memory.traced import mode_of, nearest
 from shardwise.trainer.spec.model.blocks import Amount, ModeTrace, Part, TracedBlocks
@@ -235,11 +235,10 @@ def _traced_adapters(traced: TracedBlocks, method: Method, rank: int) -> Adapter
 
 @lru_cache(maxsize=256)
 def _adapters(shape: ModelShape, targets: tuple[str, ...]) -> Adapters:
-    def is_target(linear: Linear) -> bool:
-        return linear.name in targets if targets != ("all-linear",) else linear.is_linear_module
-
-    usual = [linear for linear in shape.linears if is_target(linear)]
-    dense = [linear for linear in shape.dense_linears if is_target(linear)]
+    usual, dense = (
+        [each for each in linears if is_adapted(each, targets) and (each.is_linear_module or each.num_copies == 1)]
+        for linears in (shape.linears, shape.dense_linears)
+    )
     weights = [(shape.num_layers - shape.num_dense_layers, usual), (shape.num_dense_layers, dense)]
     return Adapters(
         count=sum(blocks * len(linears) for blocks, linears in weights),

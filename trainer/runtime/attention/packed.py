@@ -20,8 +20,11 @@ known to the model alone, and a module's `sliding_window` does not state it. Fal
 mask and no other argument, and models that compute with masks (an index that selects keys) get real ones. Falcon and
 StableLM under flash-attn get their rows as one, the only form in which they pass positions on.
 
+Models that make masks of their own (OpenAI GPT, XLM, XLNet) are given that of the documents (`own_masks`).
+
 Positions that start anew are all that learned and rotated ones need; a decoder that counts them itself is given them
-(`own_positions`). ALiBi adds to a score what depends on the distance alone, up to a constant for each query: it needs
+(`own_positions`), and one that counts from behind the padding token those that it would count (`counted_positions`).
+ALiBi adds to a score what depends on the distance alone, up to a constant for each query: it needs
 nothing, but Falcon rounds that constant to bf16.
 
 Layers with a state (convolutions, state spaces, linear attention) need a kernel that accepts the bounds: `seq_idx` of
@@ -42,6 +45,7 @@ uses the data instead: a micro batch without positions of its own holds one docu
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -59,6 +63,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.utils.generic import is_flash_attention_requested
 
 from shardwise.trainer.runtime.attention import computing_type, kernel_for, supports_grouped_heads
+from shardwise.trainer.runtime.attention.key_blocks import pool_by_document
 from shardwise.trainer.spec.strategy import AttentionKernel
 
 SDPA, EAGER, FLASH = "sdpa", "eager", "flash_attention_2"
@@ -100,19 +105,98 @@ def own_positions(decoder: nn.Module, position_ids: Tensor | None) -> Iterator[N
 
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Within the block, each of these modules has that forward in place of the one of its class."""
+    """Within the block, each of these modules has that forward in place of its own."""
+    before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         seam: Any = module
         seam.forward = forward
     try:
         yield
     finally:
-        for module in forwards:
+        for module, own in before.items():
             del module.forward
+            if own is not None:
+                seam = module
+                seam.forward = own
 
 
-def _looked_up(table: nn.Embedding, positions: Tensor, /, *_: object, **__: object) -> Tensor:
-    return functional.embedding(positions + getattr(table, "offset", 0), table.weight)
+def _looked_up(table: nn.Embedding, positions: Tensor, /, *_: object, **__: object) -> "Tensor | _OfRows":
+    found = functional.embedding(positions + getattr(table, "offset", 0), table.weight)
+    return _OfRows(found[:, None]) if type(table).__name__ in _OF_ALL_ROWS else found
+
+
+_OF_ALL_ROWS = ("RoFormerSinusoidalPositionalEmbedding",)  # tables that return [S, D], which the caller expands
+
+
+class _OfRows(NamedTuple):
+    """A tensor for each row, where a model expects one for all rows and adds two dimensions by an index."""
+
+    found: Tensor
+
+    def __getitem__(self, _: object) -> Tensor:  # type: ignore[override]  # any index
+        return self.found
+
+
+def counted_positions(decoder: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Positions [B, S] for embeddings that count their tokens themselves (RoBERTa), from behind the padding token.
+
+    The padding token is not counted, and has the position of its number.
+    """
+    counts = "create_position_ids_from_input_ids"
+    tables: list[Any] = [each for each in decoder.modules() if hasattr(each, counts) and _accepts_positions(each)]
+    if not tables:
+        return position_ids
+    is_counted = input_ids.ne(tables[0].padding_idx).long()
+    count = is_counted.cumsum(-1)
+    before = (count - is_counted).masked_fill(position_ids != 0, 0).cummax(-1).values  # of the document
+    return (count - before) * is_counted + int(tables[0].padding_idx)
+
+
+@contextmanager
+def own_masks(decoder: Any, position_ids: Tensor | None) -> Iterator[dict[str, Any]]:  # noqa: ANN401  # transformers' classes
+    """Separates the documents of packed rows [B, S] in a decoder that makes its mask itself, within the block.
+
+    Yields inputs of the decoder.
+    """
+    model_type = decoder.config.model_type
+    if position_ids is None or model_type not in ("openai-gpt", "xlm", "xlnet"):
+        yield {}
+        return
+    document = (position_ids == 0).cumsum(-1)
+    is_same = document[:, :, None] == document[:, None, :]
+    if model_type == "openai-gpt":
+        yield {"attention_mask": _Expanded(is_same[:, None])}
+        return
+    owner, name = (
+        (sys.modules[type(decoder).__module__], "get_masks") if model_type == "xlm" else (decoder, "create_mask")
+    )
+    make = getattr(owner, name)
+
+    def of_xlm(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401  # XLM's
+        rows, is_seen = make(*args, **named)
+        return rows, is_seen & is_same
+
+    def of_xlnet(*lengths: int) -> _OfRows:  # 1 where a key is not seen: [S, S], or [S, S, B, 1] for the rows
+        return _OfRows(make(*lengths)[:, :, None, None] + (~is_same).permute(1, 2, 0)[..., None])
+
+    setattr(owner, name, of_xlm if model_type == "xlm" else of_xlnet)
+    try:
+        yield {"lengths": torch.full_like(document[:, 0], document.shape[1])} if model_type == "xlm" else {}
+    finally:
+        if owner is decoder:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, make)
+
+
+class _Expanded(NamedTuple):
+    """A mask [B, 1, S, S] where a model expects [B, S] and adds two dimensions."""
+
+    mask: Tensor
+
+    def unsqueeze(self, dim: int) -> "Tensor | _Expanded":
+        """The mask in the place of the second dimension that is added."""
+        return self.mask if dim == 2 else self
 
 
 def _accepts_positions(module: nn.Module) -> bool:
@@ -198,6 +282,7 @@ def packed_inputs(
     states are one row too.
     """
     AttentionInterface.register(SDPA, packed_sdpa)  # which is transformers' own without bounds
+    pool_by_document(model)
     is_flash = is_flash_attention_requested(model.config)  # by whichever name
     keeps_state = not _WITH_STATE.isdisjoint(getattr(model.config, "layer_types", None) or ())
     if keeps_state or (is_flash and model.config.model_type in _LOSES_BOUNDS):

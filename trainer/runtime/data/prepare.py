@@ -73,7 +73,7 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
 TOKENIZER_TRAINING_CHARS = 100_000_000
-RENDERING_FORMAT = 2  # another for each change of what is learned of the same rows
+RENDERING_FORMAT = 3  # another for each change of what is learned of the same rows
 BATCH_CHARS = 2**20
 BATCH_UNITS = 1024
 NUM_KEYS_SHOWN = 20
@@ -151,7 +151,7 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
         "template": None if template is None else (template.source, template.tool_source),
         "format_row": None if sources.reading.format_row is None else request.extension,
     }
-    if SHAPES[sources.reading.format].encoding is Encoding.RENDERED:
+    if any(map(holds_rows, (*request.files, *request.eval_files))):
         settings["rendering"] = RENDERING_FORMAT
     if request.window_bytes is not None:
         settings["stream"] = [request.window_bytes, [_identity_in_stream(file) for file in request.files]]

@@ -154,6 +154,10 @@ class Engine(ABC):
         weights: Mapping[str, Tensor] = accelerator.get_state_dict(model)
         return weights
 
+    def held_rows(self, parameter: Tensor) -> Tensor:
+        """Whole rows of a matrix, on their device: all of them, or those of this rank; collective where needed."""
+        return parameter.detach()
+
     def gathered(self, parameter: Tensor) -> Tensor:
         """All elements of one parameter on the CPU; collective where ranks hold parts of it."""
         return parameter.detach().cpu()

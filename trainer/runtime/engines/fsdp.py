@@ -124,6 +124,9 @@ class Fsdp(Engine):
             "place of optimizer state": places((each, each.numel(), False) for each in moments),
         }
 
+    def held_rows(self, parameter: Tensor) -> Tensor:
+        return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
     def gathered(self, parameter: Tensor) -> Tensor:
         return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()).cpu()
 

@@ -187,6 +187,9 @@ class Zero(Engine):
     def masters(self, model: nn.Module) -> list[Tensor]:
         return partitions(model)  # ZeRO-3 hands them over one by one
 
+    def held_rows(self, parameter: Tensor) -> Tensor:
+        return self.gathered(parameter) if hasattr(parameter, "ds_id") else parameter.detach()
+
     def gathered(self, parameter: Tensor) -> Tensor:
         if not hasattr(parameter, "ds_id"):
             return super().gathered(parameter)

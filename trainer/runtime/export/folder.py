@@ -43,6 +43,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, modeling_utils
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.trainer.runtime.checkpoint import canonical_name
@@ -51,17 +52,19 @@ from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, copy_tokeniz
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.export.model_card import Export, base_of, model_card
 from shardwise.trainer.runtime.models.build import plain_model
+from shardwise.trainer.runtime.models.configs import config_of
+from shardwise.trainer.runtime.models.meta_model import causal_model
 from shardwise.trainer.runtime.models.methods import (
     ADAPTER,
-    ALL_LINEAR,
     TRANSPOSED,
     adapted_layers,
+    adapter_config,
     is_adapted,
     peft_config,
     peft_key,
     quantised_layers,
 )
-from shardwise.trainer.runtime.models.model_code import write_model_code
+from shardwise.trainer.runtime.models.model_code import load_model_code, write_model_code
 from shardwise.trainer.runtime.models.outer import OF_EXPERTS, outer_of
 from shardwise.trainer.runtime.models.weight_files import check_model_written, check_written
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -143,19 +146,39 @@ def save_adapters(
     job, base = plan.job, base_of(plan)
     has_experts, outer = any(OF_EXPERTS in name for name in weights), outer_of(plan, weights)
     layers = adapted_layers(job.train.lora, weights)
+    exact = _exact_targets(plan) if outer is None and (has_experts or not _are_unique(plan, layers)) else None
     config = peft_config(
         job.train.lora,
-        targets=ALL_LINEAR if has_experts else layers if outer is None else outer.targets(layers),
+        targets=layers if outer is None else outer.targets(layers),
         is_transposed=plan.model_config["model_type"] in TRANSPOSED,
         base=base.name if hides_paths or base.folder is None else str(base.folder),
         revision=base.revision,
     )
+    if exact is not None:
+        for field in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"):
+            setattr(config, field, getattr(exact, field))
     config.inference_mode = True
     config.save_pretrained(str(folder))
     named = {name: name if outer is None else outer.name_of(name) for name in weights}
     tensors = {peft_key(named[name]): weight.contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return tensors
+
+
+def _are_unique(plan: Plan, layers: Sequence[str]) -> bool:
+    """True if these names are those of adapted layers only."""
+    shape = plan.model_shape
+    linears = [*shape.linears, *shape.dense_linears]
+    linears += [each for kind in (shape.traced.kinds if shape.traced is not None else ()) for each in kind.linears]
+    return not {each.name for each in linears if not each.adapter_rank_factor} & {*layers}
+
+
+def _exact_targets(plan: Plan) -> Any:  # noqa: ANN401  # PEFT's LoraConfig
+    """PEFT's description of the adapters by the model itself, built without memory."""
+    load_model_code(plan.model_code)
+    with torch.device("meta"), no_init_weights():
+        model = causal_model(config_of(plan.model_config), attn_implementation="eager")
+    return adapter_config(model, plan.job.train.lora)
 
 
 def add_tokenizer(plan: Plan, folder: Path) -> str | None:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from shardwise.trainer.runtime.data.batches import MicroBatch, padding_share, step_micro_batches
 from shardwise.trainer.runtime.data.stream.rows import POLL_S, StepRows
 from shardwise.trainer.runtime.engines.accelerator import facts_after_step
+from shardwise.trainer.runtime.loop.adapter_check import AdapterCheck
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.loop.metrics import DoneStep, MetricsFile, StepMetrics, StepObserver
 from shardwise.trainer.runtime.loop.objectives import (
@@ -83,7 +84,7 @@ def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wa
 
 def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
     schedule, state = session.plan.schedule, session.state
-    saves, watch = PeriodicSaves(session), StepWatch(session)
+    saves, watch, adapters = PeriodicSaves(session), StepWatch(session), AdapterCheck(session)
     with (
         MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics,
         CardWatch(session.accelerator.device).watching() as card,
@@ -95,6 +96,7 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
                     save_state(session, "the stop")
                 return Ending.STOPPED
             done = _one_step(session, objectives, observer)
+            adapters.after_step()
             goes_back = must_go_back(session)
             every = schedule.eval_every_steps
             is_eval_due = not goes_back and every is not None and state.step % every == 0

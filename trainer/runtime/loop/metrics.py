@@ -73,6 +73,7 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     eval_accuracy: float | None = None  # share of the held-out targets that are the most likely token
     eval_reward_accuracy: float | None = None  # of held-out pairs, under DPO
     eval_reward_margin: float | None = None
+    router_aux_loss: float | None = None  # of the micro batches, weighted by their targets, without its coefficient
     reward_margin: float | None = None  # means over the pairs of the step, under DPO
     reward_accuracy: float | None = None
     reward_chosen: float | None = None

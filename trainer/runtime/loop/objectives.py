@@ -49,11 +49,13 @@ from shardwise.trainer.runtime.checkpoint.ranks import on_first
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
 from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.engines import running_engine
-from shardwise.trainer.runtime.loop.step import Means, Objective, Sums, Terms, TokenLoss, forward
+from shardwise.trainer.runtime.loop.step import BalancedTokenLoss, Means, Objective, Sums, Terms, TokenLoss, forward
 from shardwise.trainer.runtime.loss import IGNORED, LossOutput
 from shardwise.trainer.runtime.memory.compilation import without_compilation
+from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.models.methods import adapters_off
 from shardwise.trainer.runtime.models.model_code import is_custom_code
+from shardwise.trainer.runtime.models.router_loss import RouterLoss
 from shardwise.trainer.runtime.run.extension import Hooks
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.shapes import objective_of
@@ -417,7 +419,10 @@ def build_objectives(session: "Session", wants_stop: Callable[[], bool]) -> Obje
     if objective_of(plan.job.train.objective, plan.data.format) is not job.Objective.DPO:
         if session.hooks is not None and session.hooks.has(Hook.LOSS):
             return Objectives(UserLoss(session.hooks), TokenScore())
-        return Objectives(TokenLoss(), TokenScore())
+        coefficient = plan.job.train.router_aux_loss
+        if coefficient is None:
+            return Objectives(TokenLoss(), TokenScore())
+        return Objectives(BalancedTokenLoss(RouterLoss(plain_model(session.model)), coefficient), TokenScore())
     if plan.chosen.loss is LossHead.FUSED_LINEAR:
         raise InputError(
             "pin.loss: fused_linear and train.objective: dpo exclude each other; Liger makes its gradients before the "

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loss import LossOutput
+from shardwise.trainer.runtime.models.router_loss import RouterLoss, row_mask
 from shardwise.trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, check_scale
 from shardwise.trainer.runtime.run.clock import Clock
@@ -46,6 +47,7 @@ class Terms(NamedTuple):
     num_terms: int  # what a mean of losses or figures is over: targets, or pairs
     num_targets: int  # tokens that count
     figures: Sequence[Tensor] = ()  # sums without a gradient, one for each name of the objective
+    added: Tensor | None = None  # a scalar with its gradient that is trained in addition to the loss
 
 
 class Objective(Protocol):
@@ -67,6 +69,22 @@ class TokenLoss(NamedTuple):
     def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
         loss = forward(model, micro_batch, device)
         return Terms(loss, micro_batch.num_targets, micro_batch.num_targets)
+
+
+class BalancedTokenLoss(NamedTuple):
+    """Token losses, and in addition the loss that balances experts (`models/router_loss.py`)."""
+
+    routers: RouterLoss
+    coefficient: float
+    figures: tuple[str, ...] = ("router_aux_loss",)
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
+        self.routers.begin()
+        loss = forward(model, micro_batch, device)
+        mask = row_mask(micro_batch.row_lengths, micro_batch.input_ids.shape[1], device)
+        balance = self.routers.end(mask).to(device) * micro_batch.num_targets
+        num_targets = micro_batch.num_targets
+        return Terms(loss, num_targets, num_targets, (balance.detach(),), added=self.coefficient * balance)
 
 
 class StepResult(Value, frozen=True, kw_only=True):
@@ -124,7 +142,7 @@ def run_step(
             sums.add(terms, num_tokens=micro_batch.num_tokens)
             deciding = engine.deciding_update(model, decision.accepts) if is_last else nullcontext()
             with clock.measure("backward"), deciding:
-                loss = terms.loss * scale
+                loss = (terms.loss if terms.added is None else terms.loss + terms.added) * scale
                 accelerator.backward(loss if scaler is None else scaler.scale(loss))
     with clock.measure("optimizer"):
         has_overflown = _update(accelerator, model, optimizer, decision, clip=clip, scaler=scaler)

@@ -5,8 +5,9 @@ fp32, or in the precision's own type if that has no fp32 copy (bf16). PEFT's lay
 stays the transformers model that it was, so the loss head, the engines and checkpoints find it unchanged. `rslora`
 divides alpha by the root of the rank (arXiv:2312.03732), `dora` trains the length of each row of a weight and its
 direction (arXiv:2402.09353). A target is the end of a layer's name, as PEFT reads it: `q_proj`, or
-`layers.3.mlp.up_proj`. Every target must name a linear layer of the model, and none may be its head, whose weight the
-loss reads by itself.
+`layers.3.mlp.up_proj`. Every target must name a linear layer of the model, its experts or a router. None may be its
+head, whose weight the loss reads by itself, or another layer whose weight is read past its forward (`targets`), where
+an adapter has no effect. `all-linear` leaves those and routers out.
 
 GaLore changes the optimizer, not the model. QLoRA's base is quantised while it is read (`quantisation`), so here it is
 LoRA. Nothing is upcast afterwards: PEFT's preparation for k-bit training would turn norms, embeddings and head to fp32
@@ -22,8 +23,9 @@ noise is added to the embedding's output: both are hooks of the plain modules, w
 
 import hashlib
 import math
+import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +34,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.trainer.runtime.models.targets import (
+    default_layers,
+    experts_in,
+    is_inside,
+    is_linear,
+    routers_of,
+    without_effect,
+)
 from shardwise.trainer.runtime.run.types import compute_type, weight_type
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob
@@ -53,23 +63,105 @@ def base_type(method: Method, precision: Precision) -> torch.dtype:
 def add_adapters(model: PreTrainedModel, lora: LoraJob, precision: Precision) -> None:
     """Freezes the model and adds trainable adapters to the linear layers that `lora` names.
 
-    InputError where a target names no linear layer, or the head.
+    InputError where a target names no linear layer, or one on which an adapter has no effect.
     """
     from peft import inject_adapter_in_model  # takes seconds
 
-    check_targets(model, lora.targets)
-    targets = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
-    is_transposed = any(isinstance(module, Conv1D) for module in model.modules())  # as in GPT-2
-    config = peft_config(lora, targets=targets, is_transposed=is_transposed)
+    config = adapter_config(model, lora)
     try:
         with warnings.catch_warnings():
             # PEFT warns of each Conv1D or linear layer for which fan_in_fan_out is the other way round, and sets it.
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+            # It looks for the rank of experts among the modules alone, and uses it none the less.
+            warnings.filterwarnings("ignore", "The following .*_pattern keys did not match", RuntimeWarning)
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
-        raise InputError(f"lora.targets: {', '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
+        raise _refused(lora, error) from error
     for parameter in trained_parameters(model):
         parameter.data = parameter.data.to(weight_type(precision))
+
+
+def adapter_config(model: PreTrainedModel, lora: LoraJob) -> Any:  # noqa: ANN401  # PEFT's LoraConfig
+    """PEFT's description of the adapters of a model: its layers by the shortest names that only they have.
+
+    InputError as in `add_adapters`.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    if ALL_LINEAR in lora.targets and len(lora.targets) > 1:
+        raise InputError(f"lora.targets: {ALL_LINEAR} includes all others; remove the other names")
+    is_all, is_transposed = lora.targets == (ALL_LINEAR,), any(isinstance(each, Conv1D) for each in layers.values())
+    config = peft_config(lora, targets=ALL_LINEAR if is_all else lora.targets, is_transposed=is_transposed)
+    try:
+        convert_peft_config_for_transformers(config, model, None)  # experts by the names that their layers once had
+    except ValueError as error:
+        raise _refused(lora, error) from error
+    parameters, routers = {*(config.target_parameters or ())}, routers_of(model)
+    if is_all:
+        names = default_layers(model)
+        if config.target_modules != ALL_LINEAR:  # PEFT treats the other names as experts
+            names = [name for name in names if name.rpartition(".")[2] in config.target_modules]
+        parameters = {each for each in parameters if _has_one_outside(model, each, routers)}
+    else:
+        bare = {each for each in config.target_modules if _is_bare_router(model, each, routers)}
+        parameters |= {f"{each}.weight" for each in bare}
+        targets = [each for each in config.target_modules if each not in bare]
+        _check_named(model, targets, layers)
+        names = [name for name in layers if any(_is_named(name, target) for target in targets)]
+    config.target_modules = shortest_names(names, [name for name, _ in model.named_modules()])
+    config.target_parameters = sorted(parameters) or None
+    return config
+
+
+def rank_factors(model: PreTrainedModel) -> dict[str, int]:
+    """How many times the rank `all-linear` gives the adapter of each layer, and of each tensor of experts, by path."""
+    if not experts_in(model):  # PEFT, which takes seconds to import, changes nothing
+        return dict.fromkeys(default_layers(model), 1)
+    config = adapter_config(model, LoraJob(rank=1))
+    found = {
+        name: 1
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and any(_is_named(name, each) for each in config.target_modules)
+    }
+    for name, _ in model.named_parameters():
+        if any(_is_named(name, each) for each in config.target_parameters or ()):
+            own = (rank for pattern, rank in config.rank_pattern.items() if re.fullmatch(rf"(.*\.)?({pattern})", name))
+            found[name] = next(own, 1)
+    return found
+
+
+def shortest_names(names: Iterable[str], all_names: Iterable[str]) -> list[str]:
+    """The shortest ends of these names that no other of `all_names` has, sorted."""
+    chosen = set(names)
+    others = [name.split(".") for name in all_names if name not in chosen]
+    taken = {tuple(parts[-length:]) for parts in others for length in range(1, len(parts) + 1)}
+    found = set()
+    for name in chosen:
+        parts = name.split(".")
+        length = next(n for n in range(1, len(parts) + 1) if tuple(parts[-n:]) not in taken)
+        found.add(".".join(parts[-length:]))
+    return sorted(found)
+
+
+def _is_named(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _has_one_outside(model: nn.Module, target: str, routers: set[str]) -> bool:
+    """True if a parameter of this name is in the model, and in no router."""
+    named = [name for name, _ in model.named_parameters() if _is_named(name, target)]
+    return any(not is_inside(name.rpartition(".")[0], routers) for name in named)
+
+
+def _is_bare_router(model: nn.Module, target: str, routers: set[str]) -> bool:
+    """True if a target names routers that keep their weight in a module of their own kind."""
+    named = [model.get_submodule(name) for name in routers if _is_named(name, target)]
+    return bool(named) and all(not is_linear(each) and "weight" in each._parameters for each in named)
+
+
+def _refused(lora: LoraJob, error: ValueError) -> InputError:
+    return InputError(f"lora.targets: {', '.join(lora.targets)}: {str(error).splitlines()[0]}")
 
 
 def peft_config(
@@ -145,24 +237,23 @@ def peft_key(name: str) -> str:
     return f"base_model.model.{key.removesuffix('.weight') if 'lora_magnitude_vector' in key else key}"
 
 
-def check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
-    """InputError for a target of adapters that names no linear layer of the model, or its head."""
-    if targets == (ALL_LINEAR,):
-        return
-    if ALL_LINEAR in targets:
-        raise InputError(f"lora.targets: {ALL_LINEAR} includes all others; remove the other names")
-    head = model.get_output_embeddings()
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+def _check_named(model: PreTrainedModel, targets: list[str], layers: Mapping[str, nn.Module]) -> None:
+    head, idle = model.get_output_embeddings(), without_effect(model)
     for target in targets:
-        named = [module for name, module in linears.items() if name == target or name.endswith(f".{target}")]
+        named = [name for name in layers if _is_named(name, target)]
         if not named:
-            kinds = dict.fromkeys(name.rsplit(".", 1)[-1] for name, module in linears.items() if module is not head)
+            kinds = dict.fromkeys(name.rsplit(".", 1)[-1] for name, module in layers.items() if module is not head)
             known = ", ".join([*kinds][:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
             raise InputError(
                 f"lora.targets: {target}: {type(model).__name__} has no linear layer of that name; it has {known}"
             )
-        if any(module is head for module in named):
+        if any(layers[name] is head for name in named):
             raise InputError(f"lora.targets: {target}: is the head, which has no adapter here; remove it")
+        for name in named:
+            if name in idle:
+                left = shortest_names([each for each in named if each not in idle], layers)
+                instead = f"name {', '.join(left)} instead" if left else "remove it"
+                raise InputError(f"lora.targets: {target}: an adapter has no effect on {name}: {idle[name]}; {instead}")
 
 
 IGNORED = -100  # label of padding

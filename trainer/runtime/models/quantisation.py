@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.trainer.runtime.models.targets import read_past_forward
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -246,8 +247,9 @@ def _empty_layer(layer: nn.Linear | Conv1D, packing: Packing) -> Any:  # noqa: A
 
 
 def _read_whole(model: PreTrainedModel) -> set[int]:
-    """Ids of the modules that stay in 16 bit though they are linear: the head."""
-    return {id(model.get_output_embeddings())}
+    """Ids of the modules that stay in 16 bit though they are linear: the head, and those read past their forward."""
+    past = (model.get_submodule(name) for name in read_past_forward(model))
+    return {id(model.get_output_embeddings()), *map(id, past)}
 
 
 def is_quantisable(module: nn.Module) -> bool:

@@ -231,6 +231,7 @@ class WeightReader:
         collected: dict[str, dict[str, list[str]]] = {}
         chosen: dict[str, WeightConverter | None] = {}
         unread: list[str] = []
+        foreign: list[str] = []
         for key in self._keys:
             found = renamed(key)
             if found.part in self._shapes:
@@ -243,6 +244,7 @@ class WeightReader:
                 self._packed.setdefault(name, {})[scale] = key.stored
             else:
                 unread.append(key.part)
+                foreign.append(found.part)
         sources: dict[str, _Source] = {}
         for name, patterns in collected.items():
             source = _Source(name, tuple((pattern, tuple(keys)) for pattern, keys in patterns.items()), chosen[name])
@@ -253,7 +255,35 @@ class WeightReader:
                 raise InputError(f"{self._folder}: {keys[0]} and {keys[1]} are both its {name}; remove one of them")
             sources |= dict.fromkeys(source.targets, source)
         self._refuse_unread(unread)
+        self._refuse_foreign(foreign)
         return sources
+
+    def _refuse_foreign(self, names: list[str]) -> None:
+        """InputError for tensors of the model's own layers that the model of config.json would not use.
+
+        Others are left out, as `from_pretrained` does: other heads, masks, blocks that predict more tokens.
+        """
+        seam: Any = self._model
+        ignored = [re.compile(pattern) for pattern in seam._keys_to_ignore_on_load_unexpected or ()]
+        names = [name for name in names if not any(pattern.search(name) for pattern in ignored)]
+        modules = dict(self._model.named_modules())
+        num_more = getattr(self._model.config, "num_nextn_predict_layers", None) or 0
+        for name in names:
+            module, _, kind = name.rpartition(".")
+            parent = module.rpartition(".")[0]
+            in_block = parent in modules and any(map(str.isdigit, parent.split(".")))
+            if (kind == "bias" and f"{module}.weight" in self._shapes) or (kind == "weight" and in_block):
+                raise InputError(
+                    f"{self._folder}: its {name} has no place in the model of config.json, which would be another one "
+                    "without it; correct config.json (such as attention_bias), or remove it"
+                )
+            block = _BLOCK.match(name)
+            blocks = modules.get(block[1]) if block is not None else None
+            if block is not None and isinstance(blocks, nn.ModuleList) and int(block[2]) >= len(blocks) + num_more:
+                raise InputError(
+                    f"{self._folder}: its weights have the block {block[1]}.{block[2]}, and the model of config.json "
+                    f"has {len(blocks)}; correct config.json (num_hidden_layers), or remove it"
+                )
 
     def _refuse_unread(self, unread: list[str]) -> None:
         """InputError for scales that no decoder reads: their weights would be taken for what they are not."""
@@ -333,6 +363,7 @@ class WeightReader:
 
 
 _PREFIX_CHANGE: Any = getattr(core_model_loading, "PrefixChange", ())  # newer than transformers 5.6
+_BLOCK = re.compile(r"([a-z_.]+)\.(\d+)\.")
 _OF_PACKED = ".weight."  # before the names of the parts of a 4-bit weight
 
 

@@ -7,10 +7,11 @@ from transformers.initialization import no_init_weights
 from shardwise.trainer.runtime.models.build import stored_model
 from shardwise.trainer.runtime.models.configs import config_of
 from shardwise.trainer.runtime.models.meta_model import causal_model
-from shardwise.trainer.runtime.models.methods import check_targets
+from shardwise.trainer.runtime.models.methods import adapter_config
 from shardwise.trainer.runtime.models.model_code import load_model_code
 from shardwise.trainer.runtime.run.process import run_request_and_exit
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import CheckModelRequest, Lines
 
 
@@ -27,7 +28,7 @@ def check_model(request: CheckModelRequest) -> Lines:
         kind, sentence = request.model_config.get("model_type"), " ".join(str(error).split())
         raise InputError(f"model config ({kind}): {sentence}") from error
     if request.targets:
-        check_targets(model, request.targets)
+        adapter_config(model, LoraJob(targets=request.targets))
     return Lines()
 
 

@@ -320,6 +320,14 @@ class TrainJob(Value, frozen=True, kw_only=True):
         int, Setting("Seed of initial weights, data order and dropout.", whole(minimum=0, maximum=2**32 - 1))
     ] = 0
     neftune_alpha: Annotated[float | None, Setting("Noise on the embeddings (NEFTune).", number(above=0))] = None
+    router_aux_loss: Annotated[
+        float | None,
+        Setting(
+            "Coefficient of the loss that balances the experts of a mixture; null: it is not added.",
+            number(above=0, maximum=10),
+            aliases=("router_aux_loss_coef",),
+        ),
+    ] = None
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     dpo: DpoJob = DpoJob()

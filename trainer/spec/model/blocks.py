@@ -6,16 +6,30 @@ way in which a plan may hold and compute weights (`Mode`). Amounts are polynomia
 the length of a row, so that one run serves all micro batches.
 """
 
+from enum import StrEnum
+
 from shardwise.trainer.spec.strategy import Attention, Method
 from shardwise.trainer.spec.value import Value
+
+
+class Component(StrEnum):
+    """The part of a block that a linear layer belongs to."""
+
+    ATTENTION = "attention"
+    STATE = "state layers"  # state spaces, linear attention, convolutions over tokens
+    FEED_FORWARD = "feed-forward layers"
+    EXPERTS = "experts"
+    SHARED_EXPERTS = "shared experts"  # feed-forward layers next to experts, which every token passes
+    ROUTER = "routers"
 
 
 class Linear(Value, frozen=True, kw_only=True):
     """The weight of one linear layer of a block; of experts, `num_copies` exist and a token passes `num_used`.
 
     `name` is the last part of the module's name in transformers, which an adapter names as its target; two layers of a
-    block may share it. Routers and experts are bare parameters there: `is_linear_module` is false. Under "all-linear"
-    peft gives the experts of some models adapters of `adapter_rank_factor` times the rank, and none to others (0).
+    block may share it. Routers and experts are bare parameters there, and the weights of some layers are read past
+    their forward: `is_linear_module` is false, 4-bit storage leaves them as they are. Under "all-linear" peft gives the
+    experts of some models adapters of `adapter_rank_factor` times the rank, and none to others, nor to routers (0).
     """
 
     name: str
@@ -26,6 +40,12 @@ class Linear(Value, frozen=True, kw_only=True):
     num_used: int = 1
     is_linear_module: bool = True
     adapter_rank_factor: int = 1
+    component: Component = Component.FEED_FORWARD
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of all copies, biases left out."""
+        return self.num_copies * self.num_inputs * self.num_outputs
 
     @property
     def num_parameters(self) -> int:

@@ -234,6 +234,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "qwen3_moe": {"num_experts": "num_local_experts"},
 }
 
+MOST_LAYERS = 100_000  # far above any model; more would not be counted in reasonable time
+
 
 class Fields(Value, frozen=True, kw_only=True):
     """A config with its defaults filled in; each read raises InputError for a value of another kind."""
@@ -245,7 +247,7 @@ class Fields(Value, frozen=True, kw_only=True):
         """True if the field is present and not null."""
         return self.values.get(name) is not None
 
-    def whole(self, name: str, *, null: int | None = None, least: int = 1) -> int:
+    def whole(self, name: str, *, null: int | None = None, least: int = 1, most: int = 2**40) -> int:
         """A whole number; `null` if the field is missing or null."""
         value = self.values.get(name, null)
         value = null if value is None else value
@@ -254,6 +256,8 @@ class Fields(Value, frozen=True, kw_only=True):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive whole number" if least else "a whole number, zero or more"
             raise InputError(f"{self.origin}: {name} must be {kind}, not {shown(value)}")
+        if value > most:
+            raise InputError(f"{self.origin}: {name} must be at most {most}, not {shown(value)}")
         return value
 
     def number(self, name: str, *, null: float = 0.0) -> float:

@@ -14,7 +14,8 @@ experts is not added by this project's loss head.
 
 from msgspec.structs import replace
 
-from shardwise.trainer.spec.model.config_fields import Fields
+from shardwise.trainer.spec.model.blocks import Component
+from shardwise.trainer.spec.model.config_fields import MOST_LAYERS, Fields
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm
 from shardwise.trainer.spec.strategy import Attention
 
@@ -200,7 +201,7 @@ def gated_shape(fields: Fields, block_class: str, *, activation: str = "hidden_a
         vocab_size=fields.whole("vocab_size"),
         hidden_size=hidden,
         ffn_size=fields.whole("intermediate_size"),
-        num_layers=fields.whole("num_hidden_layers"),
+        num_layers=fields.whole("num_hidden_layers", most=MOST_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.whole("num_key_value_heads", null=num_heads),
         head_dim=fields.head_dim(hidden=hidden, num_heads=num_heads),
@@ -217,12 +218,13 @@ def attention(fields: Fields, *, qkv_bias: bool = False, output_bias: bool = Fal
     """Query, key, value and output as four linear layers."""
     hidden, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     head_dim = fields.head_dim(hidden=hidden, num_heads=num_heads)
+    part = Component.ATTENTION
     query, kv = num_heads * head_dim, fields.whole("num_key_value_heads", null=num_heads) * head_dim
     return (
-        Linear(name="q_proj", num_inputs=hidden, num_outputs=query, has_bias=qkv_bias),
-        Linear(name="k_proj", num_inputs=hidden, num_outputs=kv, has_bias=qkv_bias),
-        Linear(name="v_proj", num_inputs=hidden, num_outputs=kv, has_bias=qkv_bias),
-        Linear(name="o_proj", num_inputs=query, num_outputs=hidden, has_bias=output_bias),
+        Linear(name="q_proj", num_inputs=hidden, num_outputs=query, has_bias=qkv_bias, component=part),
+        Linear(name="k_proj", num_inputs=hidden, num_outputs=kv, has_bias=qkv_bias, component=part),
+        Linear(name="v_proj", num_inputs=hidden, num_outputs=kv, has_bias=qkv_bias, component=part),
+        Linear(name="o_proj", num_inputs=query, num_outputs=hidden, has_bias=output_bias, component=part),
     )
 
 
@@ -302,8 +304,15 @@ def read_mixtral(fields: Fields) -> ModelShape:
 def read_qwen2_moe(fields: Fields) -> ModelShape:
     """Every token passes a shared expert as well, weighted by a gate of its own."""
     projections = attention(fields, qkv_bias=fields.is_on("qkv_bias"), output_bias=False)
-    gate = Linear(name="shared_expert_gate", num_inputs=fields.whole("hidden_size"), num_outputs=1)
-    shared = (*gated_mlp(fields, size="shared_expert_intermediate_size"), gate)
+    gate = Linear(
+        name="shared_expert_gate",
+        num_inputs=fields.whole("hidden_size"),
+        num_outputs=1,
+        adapter_rank_factor=0,
+        component=Component.ROUTER,
+    )
+    shared_mlp = gated_mlp(fields, size="shared_expert_intermediate_size")
+    shared = (*(replace(linear, component=Component.SHARED_EXPERTS) for linear in shared_mlp), gate)
     experts = _experts(fields, count="num_experts", size="moe_intermediate_size", has_adapters=False)
     shape = _with_experts(
         gated_shape(fields, "Qwen2MoeDecoderLayer"),
@@ -344,13 +353,15 @@ def _experts(fields: Fields, *, count: str, size: str, has_adapters: bool) -> tu
         num_used=used,
         is_linear_module=False,
         adapter_rank_factor=2 * rank_factor,
+        component=Component.EXPERTS,
     )
     router = Linear(
         name="gate",
         num_inputs=hidden,
         num_outputs=num_experts,
         is_linear_module=False,
-        adapter_rank_factor=rank_factor,
+        adapter_rank_factor=0,
+        component=Component.ROUTER,
     )
     down = replace(
         gate_up, name="experts.down_proj", num_inputs=ffn, num_outputs=hidden, adapter_rank_factor=rank_factor
@@ -372,13 +383,14 @@ def _with_experts(
         dense_linears=dense if num_dense else (),
         ffn_size=down.num_inputs,
         num_experts=down.num_copies,
+        has_router_loss=True,
         experts_per_token=down.num_used,
     )
 
 
 def _num_dense_layers(fields: Fields) -> int:
     """Blocks without experts: those the config lists, and all but every `decoder_sparse_step`th."""
-    num_layers = fields.whole("num_hidden_layers")
+    num_layers = fields.whole("num_hidden_layers", most=MOST_LAYERS)
     if fields.values.get("num_experts") == 0:
         return num_layers
     listed = set(fields.indices("mlp_only_layers"))

@@ -19,7 +19,7 @@ import msgspec
 from shardwise.trainer import FOLDER
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import shown
-from shardwise.trainer.spec.model.config_fields import Fields, fields_of
+from shardwise.trainer.spec.model.config_fields import MOST_LAYERS, Fields, fields_of
 from shardwise.trainer.spec.model.llama_readers import (
     attention,
     read_cohere,
@@ -329,7 +329,7 @@ def _sizes(
         "vocab_size": fields.whole("vocab_size"),
         "hidden_size": hidden,
         "ffn_size": ffn,
-        "num_layers": fields.whole(layers),
+        "num_layers": fields.whole(layers, most=MOST_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": fields.equal_share(hidden=hidden, num_heads=num_heads) if head_dim is None else head_dim,

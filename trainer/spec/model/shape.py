@@ -19,7 +19,7 @@ from typing import Any
 
 from shardwise.trainer.spec.model.blocks import Linear as Linear
 from shardwise.trainer.spec.model.blocks import TracedBlocks
-from shardwise.trainer.spec.strategy import Attention, Quant
+from shardwise.trainer.spec.strategy import Attention, LossHead, Quant
 from shardwise.trainer.spec.value import Value
 
 
@@ -79,7 +79,9 @@ class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
     attentions: tuple[Attention, ...] = (Attention.FLASH, Attention.SDPA, Attention.EAGER)  # that transformers offers
     is_described: bool = False  # from the model itself: the closed form does not know the activations of its blocks
     other_parameters: int = 0  # that no field counts, of a described model; negative if blocks share weights
-    loss_obstacle: str | None = None  # the reason, if the loss heads here are not this model's loss
+    loss_obstacle: str | None = None  # why no loss here is this model's
+    loss_heads: tuple[LossHead, ...] = tuple(LossHead)  # that compute its loss; `eager` alone for logits of its own
+    has_router_loss: bool = False  # transformers has a loss that balances its experts
     quant: Quant | None = None  # of a base that is stored in 4 bit
     packed_linears: int | None = None  # weights of the blocks' linear layers that it stores so; None: all of them are
     packing_obstacle: str | None = None  # why packed documents are not learned as alone, or not known to be

@@ -6,7 +6,7 @@ real conversation, as in a template that writes a message in capitals, its strin
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardwise.trainer.runtime.data.chat.outline import (
@@ -80,6 +80,9 @@ class Examiner:
         unread |= {
             f"{TEMPLATE_KWARGS}.{name}" for name in conversation.arguments if name not in self._template.variables
         }
+        for name, value in conversation.arguments.items():
+            strings = _strings_in(value, f"{TEMPLATE_KWARGS}.{name}") if isinstance(value, list | dict) else ()
+            unread |= {path for path, each in strings if not _is_written(each.strip(), text)}
         tried, moved = self._sketch_until_alike(conversation, text)
         stretches, cases = tried[0].stretches, [each.case for each in tried if each.case is not None]
         written = frozenset[int]().union(*(case.replaced - case.missing for case in cases))
@@ -219,16 +222,27 @@ def _check_contained(stretches: Sequence[Stretch], text: str) -> None:
     """TemplateRefusalError for a required string that is not in the text, however it is written."""
     letters = None
     for stretch in stretches:
-        if (
-            not stretch.is_required
-            or stretch.text in text
-            or json.dumps(stretch.text, ensure_ascii=False)[1:-1] in text
-        ):
+        if not stretch.is_required or _is_written(stretch.text, text):
             continue
         letters = letters or _letters(text)
         if _letters(stretch.text) not in letters:
             where = f"the {stretch.key} of message {stretch.message + 1}"
             raise TemplateRefusalError(f"the chat template rewrites {where}, or omits a part of it; {_ANOTHER}")
+
+
+def _is_written(string: str, text: str) -> bool:
+    """True if a text holds the string as it is, or as JSON."""
+    return string in text or json.dumps(string, ensure_ascii=False)[1:-1] in text
+
+
+def _strings_in(value: Any, path: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any JSON
+    """Every string with the keys that lead to it."""
+    if isinstance(value, str):
+        yield path, value
+    for key, each in value.items() if isinstance(value, dict) else ():
+        yield from _strings_in(each, f"{path}.{key}")
+    for each in value if isinstance(value, list) else ():
+        yield from _strings_in(each, path)
 
 
 def _letters(text: str) -> str:

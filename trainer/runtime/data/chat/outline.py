@@ -107,7 +107,8 @@ class Sketcher:
         for key, value in message.items():
             num_before = len(self.stretches)
             outlined[key] = value if key == "role" else self._outlined(value, key, key)
-            if key != "role" and value and len(self.stretches) == num_before and outlined[key] == value:
+            holds_something = key != "role" and value not in (None, "", [], {})
+            if holds_something and len(self.stretches) == num_before and outlined[key] == value:
                 self.plain_keys.add(key)
         return outlined
 

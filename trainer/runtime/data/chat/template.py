@@ -421,7 +421,7 @@ def _with_arguments(call: Any, *, as_text: bool) -> Any:  # noqa: ANN401 - any J
     if as_text or not isinstance(arguments, str):
         return call
     try:
-        parsed = json.loads(arguments)
+        parsed = json.loads(arguments) if arguments.strip() else {}
     except ValueError:
         return call
     return {**call, "arguments": parsed} if isinstance(parsed, dict) else call

@@ -6,21 +6,23 @@ of lists (how some libraries store it in columns), or as JSON in a column of tex
 mapped by `data.fields`. Content may be a list of parts if all are text. Nulls, which columnar files have where another
 row has a key, are removed.
 
-A message that is not to be learned is marked with EXCLUDED. Rows state it in several ways:
+A message that is not to be learned is marked with EXCLUDED. Rows state it in several ways, in any case (`lossMask`):
 
 | key of an answer | not learned | from |
 |---|---|---|
-| `weight`, `loss_weight` | 0 | OpenAI, Mistral, Axolotl |
-| `train`, `training`, `trainable` | false | Axolotl |
+| `weight`, `loss_weight`, `sample_weight` | 0 | OpenAI, Mistral, Axolotl |
+| `train`, `training`, `trainable`, `learn` | false | Axolotl |
 | `loss`, `loss_scale` | false, 0 | ms-swift, XTuner |
 | `loss_mask`, `step_loss_mask` | 0 | verl, slime |
-| `masked` | true | torchtune |
+| `masked`, `ignore`, `exclude`, `skip` | true | torchtune |
 
-Other values, such as 0.5, and other keys of that kind make the row unusable, as nothing is rounded or guessed.
+Other values, such as 0.5, and other keys of that kind make the row unusable, as nothing is rounded or guessed. So do
+such keys of a part of an answer, as only whole messages can be excluded.
 """
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardwise.trainer.runtime.data.sources import EXCLUDED, Message
@@ -36,13 +38,25 @@ _ALIASES = {
     **dict.fromkeys(("gpt", "model", "chatgpt", "bot", "ai", *_CALL_ROLES), "assistant"),
     **dict.fromkeys(("function", "observation", "tool_response", "function_response", "ipython"), "tool"),
 }
-_LEARNED = ("weight", "loss_weight", "train", "training", "trainable", "loss", "loss_scale", "loss_mask",
-            "step_loss_mask")  # fmt: skip
-_NOT_LEARNED = ("masked",)
+_LEARNED = ("weight", "loss_weight", "sample_weight", "train", "training", "trainable", "learn", "loss", "loss_scale",
+            "loss_mask", "step_loss_mask")  # fmt: skip
+_NOT_LEARNED = ("masked", "ignore", "ignored", "exclude", "excluded", "skip", "skipped")
 _ABOUT_LEARNING = re.compile(
-    r"(?:^|_)(?:loss|masks?|masked|train|training|trainable|weights?|learn|learned|learnable|supervised?)(?:_|$)"
+    r"(?:^|_)(?:loss|masks?|train|trainable|weights?|learned|learnable|supervised?|"
+    rf"{'|'.join((*_LEARNED, *_NOT_LEARNED))})(?:_|$)"
 )
-_FLAGS: Mapping[Any, bool] = {0: False, 1: True, "0": False, "1": True, "false": False, "true": True}
+_NEGATIVE = re.compile(r"(?:^|_)(?:masks?|masked|ignored?|excluded?|skip|skipped|no|not|without)(?:_|$)")
+_FLAGS: Mapping[Any, bool] = {0: False, 1: True, "false": False, "true": True}
+_PART_TYPES = (None, "text", "input_text", "output_text")  # the last two: OpenAI's Responses
+_REMEDIES = {
+    **dict.fromkeys(("thinking", "reasoning"), 'put it into the key "reasoning_content" of the message'),
+    **dict.fromkeys(("tool_use", "tool_call", "function_call"), 'put it into the key "tool_calls" of the message'),
+    "tool_result": 'make it the content of a message of the role "tool"',
+}
+_OF_CHANNELS = {  # keys of gpt-oss's own messages
+    "channel": 'put its content into "reasoning_content" of the answer that follows',
+    "recipient": 'put the call into "tool_calls"',
+}
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
@@ -115,8 +129,52 @@ def without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
 def flag(value: Any) -> bool | None:  # noqa: ANN401 - any JSON
     """True or false, also as 0 or 1 and as text; None for any other value."""
     if isinstance(value, str):
-        value = value.strip().lower()
+        value = number_of(value)
     return _FLAGS.get(value) if isinstance(value, str | bool | int | float) else None
+
+
+def number_of(text: str) -> float | str:
+    """The number in a cell of text, as those of CSV files; else the text in lower case, without outer blanks."""
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip().lower()
+
+
+def states_learning(key: str, value: Any) -> bool | None:  # noqa: ANN401 - any JSON
+    """Whether a key of an answer states that it is learned (True) or not (False); None for any other key.
+
+    UnusableRowError for a key of that kind that leaves it open.
+    """
+    name = _about_learning(key)
+    if name is None:
+        return None
+    stated, is_known = flag(value), name in _LEARNED or name in _NOT_LEARNED
+    if not is_known and stated is None and isinstance(value, str):
+        return None
+    if stated is None or not is_known:
+        raise UnusableRowError(
+            f'has "{key}": {_shown(value)}, which does not state whether it is learned; give an answer "weight": 0 or 1'
+        )
+    return stated is (name in _LEARNED)
+
+
+def excludes_naturally(key: str, *, value: bool) -> bool:
+    """True if a key of any name that is about learning reads as an exclusion, such as is_trainable: false."""
+    name = _about_learning(key)
+    return name is not None and value is bool(_NEGATIVE.search(name))
+
+
+def is_about_learning(key: str) -> bool:
+    """True for a key whose name states what is learned, or may."""
+    return _about_learning(key) is not None
+
+
+@lru_cache(maxsize=1024)
+def _about_learning(key: str) -> str | None:
+    """The name of a key that is about learning, as loss_mask for lossMask, Loss-Mask and LOSS_MASK; else None."""
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]+", "_", key).lower()
+    return name if _ABOUT_LEARNING.search(name) else None
 
 
 def _of_columns(value: dict[str, Any]) -> Any:  # noqa: ANN401 - any row
@@ -166,7 +224,7 @@ def _message(entry: Any, names: _Names) -> Message:  # noqa: ANN401 - any row
     if role_key is None:
         raise UnusableRowError(f'has no "{names.role_keys[0]}"; its fields: {listed(entry)}')
     role = _role(entry[role_key], names)
-    content = None if content_key is None else _checked_content(entry[content_key])
+    content = None if content_key is None else _checked_content(entry[content_key], role)
     others = {key: other for key, other in entry.items() if key not in (role_key, content_key) and other is not None}
     message = {"role": role, "content": content, **(_others(others, role) if others else {})}
     if entry[role_key] in _CALL_ROLES and isinstance(content, str) and not message.get("tool_calls"):
@@ -191,19 +249,31 @@ def _role(value: object, names: _Names) -> str:
     return role
 
 
-def _checked_content(content: Any) -> str | list[Any]:  # noqa: ANN401 - any row
+def _checked_content(content: Any, role: str) -> str | list[Any]:  # noqa: ANN401 - any row
     """The content if it is text or parts of text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UnusableRowError(f"has content that is {kind_of(content)}, not text")
-    for part in content:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-            raise UnusableRowError(f"has content with a part that is not text ({kind})")
-        if any(part.get(key) is not None and flag(part[key]) is not True for key in _LEARNED):
+        raise UnusableRowError(f"has content that is {kind_of(content)}, not text; write it as text, perhaps of JSON")
+    return [_checked_part(part, role) for part in content]
+
+
+def _checked_part(part: Any, role: str) -> Message:  # noqa: ANN401 - any row
+    """A part of content in OpenAI's form, without what states that it is learned."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+    if kind not in _PART_TYPES or not isinstance(part.get("text"), str):
+        remedy = _REMEDIES.get(str(kind), "only text is learned; data.bad_rows=skip omits such rows")
+        raise UnusableRowError(f"has content with a part that is not text ({kind}); {remedy}")
+    checked: Message = {"type": "text"}
+    for key, value in part.items():
+        stated = None if value is None or role != "assistant" else states_learning(key, value)
+        if stated is False:
             raise UnusableRowError("has a part of its content that is not to be learned; only whole messages can be")
-    return [without_nulls({key: value for key, value in part.items() if key not in _LEARNED}) for part in content]
+        if value is not None and stated is None and key != "type":
+            checked[key] = without_nulls(value)
+    return checked
 
 
 def _has_text(content: str | list[Any]) -> bool:
@@ -213,22 +283,26 @@ def _has_text(content: str | list[Any]) -> bool:
 def _others(others: Mapping[str, Any], role: str) -> Message:
     """Further keys of a message: calls in one form, and EXCLUDED in place of all that states what is learned."""
     remaining: Message = without_nulls(others)
-    call = remaining.pop("function_call", None)
+    for key, remedy in _OF_CHANNELS.items() if role == "assistant" else ():
+        if remaining.get(key, "final") != "final":
+            raise UnusableRowError(f'has the {key} "{remaining[key]}", which templates do not read; {remedy}')
+    if "tool_calls" in remaining:
+        remaining["tool_calls"] = _calls(remaining["tool_calls"])
+    call = parsed(remaining.get("function_call"), "function_call")
     if call is not None and not remaining.get("tool_calls"):
-        remaining["tool_calls"] = [_function_call(parsed(call, "function_call"))]
-    for key in [key for key in remaining if _ABOUT_LEARNING.search(key)]:
-        value, is_flag, is_known = remaining[key], flag(remaining[key]), key in _LEARNED or key in _NOT_LEARNED
-        excludes = is_known and is_flag is (key in _NOT_LEARNED)
-        if role == "assistant" and (is_known or is_flag is not None or not isinstance(value, str)):
-            if is_flag is None or not is_known:
-                raise UnusableRowError(
-                    f'has "{key}": {_shown(value)}, which does not state whether it is learned; '
-                    'give an answer "weight": 0 or 1'
-                )
-        elif not excludes:  # other messages are not learned anyway
-            continue
-        del remaining[key]
-        if excludes:
+        remaining["tool_calls"] = [_function_call(call)]
+    if call is None or any(call in (each, each.get("function")) for each in remaining["tool_calls"]):
+        remaining.pop("function_call", None)
+    for key, value in tuple(remaining.items()):
+        try:
+            stated = states_learning(key, value)
+        except UnusableRowError:
+            if role == "assistant":
+                raise
+            continue  # other messages are not learned anyway
+        if stated is not None and (role == "assistant" or not stated):
+            del remaining[key]
+        if stated is False:
             remaining[EXCLUDED] = True
     return remaining
 
@@ -247,6 +321,15 @@ def _calls_in(content: str) -> Message:
         raise UnusableRowError(f"is a call of a tool that {error}") from None
     calls = calls if isinstance(calls, list) else [calls]
     return {"content": thought[0] if thought else "", "tool_calls": [_function_call(call) for call in calls]}
+
+
+def _calls(value: Any) -> list[Message]:  # noqa: ANN401 - any JSON
+    """A list of calls, also from JSON in text, as a whole or of each."""
+    value = parsed(value or [], "tool_calls")
+    calls = [parsed(each, "tool_calls") for each in (value if isinstance(value, list) else [value])]
+    if not all(isinstance(call, dict) for call in calls):
+        raise UnusableRowError('has "tool_calls" that are not a list of calls of tools')
+    return [without_nulls(call) for call in calls]
 
 
 def _function_call(call: Any) -> Message:  # noqa: ANN401 - any JSON

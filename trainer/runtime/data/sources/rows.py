@@ -19,8 +19,9 @@ of plain text with tools or a system message a chat is made. Preferences are rea
 | `instruction`, `input` | text | LLaMA-Factory's form of Alpaca |
 | `input`, with messages and tools | `preferred_output`, `non_preferred_output` | OpenAI's form |
 
-A row with `label: false` (KTO), `train: false` or `weight: 0`, and one whose every answer is excluded, is left out and
-counted: what the data exclude is never learned, and the other rows are examples.
+A row with `label: false` (KTO), with a key that excludes an answer (`train: false`, `weight: 0`; see `messages`), and
+one whose every answer is excluded, is left out and counted: what the data exclude is never learned, and the other rows
+are examples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +43,17 @@ from shardwise.trainer.runtime.data.sources import (
 from shardwise.trainer.runtime.data.sources.files import BadRow, LeftOutRow, Row, holds_rows, read_rows
 from shardwise.trainer.runtime.data.sources.messages import (
     UnusableRowError,
+    excludes_naturally,
     flag,
+    is_about_learning,
     learns_nothing,
     listed,
+    number_of,
     parsed,
     read_messages,
     read_tools,
     require_assistant,
+    states_learning,
     without_nulls,
 )
 from shardwise.trainer.spec.data.json_text import kind_of
@@ -66,11 +71,19 @@ from shardwise.trainer.spec.job.sections import DataFormat
 
 NUM_ROWS_TO_DETECT = 100
 UNLEARNED_LABEL = -100  # ignored by cross entropy in torch, and in everything built on it
+_OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # of tokenizers; they state nothing about learning
+_PADDED = "padding; give the tokens alone"
+_PACKED = "several documents; give a row of each, which are packed here"
+_WHOLE: tuple[tuple[str, str, Callable[[list[Any]], bool]], ...] = (  # columns of tokenised rows that other tools write
+    ("attention_mask", _PADDED, all),
+    ("position_ids", _PACKED, lambda places: places == list(range(places[0], places[0] + len(places)))),
+    *((name, _PACKED, lambda lengths: len(lengths) == 1) for name in ("seq_lengths", "seq_lens")),
+    *((name, _PACKED, lambda numbers: len(set(numbers)) == 1) for name in ("segment_ids", "sequence_ids")),
+)
 _ANSWER_MARK = "\n\nAssistant:"  # of Anthropic's hh-rlhf, whose rows have no prompt
 _NO_PROMPT = 'has no field "prompt", and its two answers share no beginning that could be it'
 _OF_APPLY_CHAT_TEMPLATE = frozenset({"messages", "conversation", "tools", "add_generation_prompt", "chat_template"})
-_MARKS, _LABELS = ("train", "weight"), ("label", "kto_tag")
-_MARKS_OF_ANSWERS = (*_LABELS, *_MARKS)
+_LABELS = ("label", "kto_tag")  # of an answer, by KTO
 TextOrMessages = str | list[Message]
 
 
@@ -199,23 +212,38 @@ class Columns:
 
     def check_marks(self, *, is_answer: bool) -> None:
         """LeaveOutError where the row is marked as not to be learned; UnusableRowError for a mark that is not clear."""
-        for name in _MARKS_OF_ANSWERS if is_answer else _MARKS:
-            value = self.row.get(name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_class = is_number or (isinstance(value, str) and value.strip().isdigit())
-            learned = flag(value)
-            if name in _LABELS and is_class:
-                if learned is False:
-                    raise UnusableRowError(
-                        f'has "{name}": 0; make it false if the answer is not to be learned (KTO), else rename it'
-                    )
+        for column, value in self.row.items():
+            if value is None or (column in _LABELS and not is_answer):
                 continue
-            if learned is None and is_number and name == "weight" and is_answer:
-                raise UnusableRowError(f'has "weight": {value}; a row is learned (1) or not (0), a source has a weight')
-            if learned is not None:
-                self._read.add(name)
-            if learned is False:
-                raise LeaveOutError(f"{name}: {'0' if is_number else 'false'}")
+            stated = _label(column, value) if column in _LABELS else self._mark(column, value, is_answer=is_answer)
+            if stated is not None:
+                self._read.add(column)
+            if stated is False:
+                number = number_of(str(value))
+                raise LeaveOutError(f"{column}: {f'{number:g}' if isinstance(number, float) else number}")
+
+    def _mark(self, column: str, value: Any, *, is_answer: bool) -> bool | None:  # noqa: ANN401 - any row
+        """Whether a column states that the row is learned; None for any other column."""
+        if isinstance(value, list):
+            is_mask = is_about_learning(column) and value and all(flag(each) is not None for each in value)
+            if is_mask and self.find("tokens") is None:
+                raise UnusableRowError(
+                    f'has "{column}": a list, which nothing reads; give each answer "weight": 0 or 1'
+                )
+            return None
+        try:
+            return states_learning(column, value)
+        except UnusableRowError:
+            if is_answer and column.endswith("weight") and not isinstance(number_of(str(value)), str):
+                raise UnusableRowError(
+                    f'has "{column}": {value}; a row is learned (1) or not (0), a source has a weight'
+                ) from None
+            if isinstance(value, bool) and excludes_naturally(column, value=value):
+                raise UnusableRowError(
+                    f'has "{column}": {str(value).lower()}; make it "train": false if the row is not to be learned, '
+                    "else rename it"
+                ) from None
+        return None
 
     def mark_read(self, *columns: str) -> None:
         """These hold nothing that the example lacks."""
@@ -225,6 +253,18 @@ class Columns:
         """The columns with a value that were not read."""
         unread = [name for name in self.row if name not in self._read and _holds_something(self.row[name])]
         return (*unread, *self._unread_inside)
+
+
+def _label(column: str, value: Any) -> bool | None:  # noqa: ANN401 - any row
+    """Whether a label states that the answer is a good one; None for a number of a class, and for any other text."""
+    number = value if isinstance(value, bool) else number_of(str(value))
+    if not isinstance(number, float):
+        return flag(value)
+    if number <= 0:
+        raise UnusableRowError(
+            f'has "{column}": {number:g}; make it false if the answer is not to be learned (KTO), else rename it'
+        )
+    return None
 
 
 def _holds_something(value: object) -> bool:
@@ -405,6 +445,7 @@ def _tokens(columns: Columns, reading: RowReading) -> Content:
     if not (min(ids) >= 0 and max(ids) < reading.vocab_size):
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise UnusableRowError(f"token {wrong} is not in the model's vocabulary of {reading.vocab_size}")
+    _check_one_document(columns)
     is_learned = _learned(columns, ids)
     if is_learned is not None and not any(is_learned[1:]):
         raise UnusableRowError("no label is left; nothing would be learned")
@@ -412,17 +453,32 @@ def _tokens(columns: Columns, reading: RowReading) -> Content:
 
 
 def _learned(columns: Columns, ids: list[int]) -> list[bool] | None:
-    """Which ids are learned; None where the row has no mask: all of them."""
-    cell = columns.find("labels") or columns.find("mask")
-    if cell is None:
-        return None
+    """Which ids are learned, by all columns that state it; None where the row has none: all of them."""
+    stated = [_by_labels(cell, ids)] if (cell := columns.find("labels")) is not None else []
+    for column in column_names("mask", columns.fields):
+        if columns.row.get(column) is not None:
+            columns.mark_read(column)
+            marks = _marks(Cell(column, columns.row[column]), ids)
+            if not set(marks) <= {0, 1}:
+                raise UnusableRowError(f'field "{column}" is a mask, but has entries other than 0 and 1')
+            stated.append([mark == 1 for mark in marks])
+    other = next((name for name in columns.unread() if is_about_learning(name)), None)
+    if other is not None and other not in _OTHER_MASKS and isinstance(columns.row[other], list):
+        raise UnusableRowError(
+            f'field "{other}" may state what is learned: name it (data.fields={{mask: {other}}}), or remove it'
+        )
+    return [all(marks) for marks in zip(*stated, strict=True)] if stated else None
+
+
+def _marks(cell: Cell, ids: list[int]) -> list[int]:
     marks = _whole_numbers(cell.value, cell.column, "labels")
     if len(marks) != len(ids):
         raise UnusableRowError(f'field "{cell.column}" has {len(marks)} entries for {len(ids)} tokens')
-    if cell.column in column_names("mask", columns.fields):
-        if not set(marks) <= {0, 1}:
-            raise UnusableRowError(f'field "{cell.column}" is a mask, but has entries other than 0 and 1')
-        return [mark == 1 for mark in marks]
+    return marks
+
+
+def _by_labels(cell: Cell, ids: list[int]) -> list[bool]:
+    marks = _marks(cell, ids)
     for position, (mark, token) in enumerate(zip(marks, ids, strict=True), start=1):
         if mark not in (token, UNLEARNED_LABEL):
             raise UnusableRowError(
@@ -432,11 +488,23 @@ def _learned(columns: Columns, ids: list[int]) -> list[bool] | None:
     return [mark != UNLEARNED_LABEL for mark in marks]
 
 
+def _check_one_document(columns: Columns) -> None:
+    """UnusableRowError for a row with padding, or that holds several documents: it would be learned as one."""
+    for column, remedy, is_one in _WHOLE:
+        value = columns.row.get(column)
+        if isinstance(value, list) and value:
+            if not is_one(value):
+                raise UnusableRowError(f'field "{column}" shows that it holds {remedy}')
+            columns.mark_read(column)
+
+
 def _whole_numbers(value: object, column: str, what: str) -> list[int]:
     numbers = parsed(value, column)
     is_mask = what != "token ids"
     if not isinstance(numbers, list):
         raise UnusableRowError(f'field "{column}" is {kind_of(numbers)}, not a list of {what}')
+    if is_mask:
+        numbers = [int(number) if isinstance(number, float) and number in (0, 1) else number for number in numbers]
     if any(type(number) is not int and not (is_mask and type(number) is bool) for number in numbers):
         raise UnusableRowError(f'field "{column}" is not a list of {what}')
     return numbers
