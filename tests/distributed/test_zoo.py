@@ -5,6 +5,7 @@ Those that people use most also on two ranks, with adapters, and from packed row
 with a reason is a finding as well; `LEAST_TRAINED` is the share that trains.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_a_type_is_planned_trained_like_plain_pytorch_and_exported(name, rows, t
     try:
         shape = shape_by_plan(base, tmp_path)
     except InputError as error:
-        reason = str(error).removeprefix(f"{base / 'config.json'}: ").removeprefix(f"{name} cannot be trained: ")
+        reason = re.sub(r"^\S+ cannot be trained: ", "", str(error).removeprefix(f"{base / 'config.json'}: "))
         record_property(FINDING, (f"{NOT_TRAINED}{reason}", name))
         return
     plan = zoo_plan(base, shape, rows[False])
