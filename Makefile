@@ -4,7 +4,8 @@
 .SUFFIXES:
 
 TARGETS = install train test test-quick test-changed test-long test-long-documents test-long-kills \
-	test-long-products test-long-data test-long-slurm mutations check bench bench-gpu golden newest oldest uninstall
+	test-long-products test-long-data test-long-slurm test-long-zoo mutations check bench bench-gpu golden newest transformers \
+	oldest uninstall
 
 .PHONY: help $(TARGETS)
 

@@ -4,6 +4,7 @@
 #
 #   SHARDWISE_PYTHON=/path/to/python   the interpreter to build .venv with
 #   SHARDWISE_OUTCOME=1                test-long and oldest keep what they came to under benchmarks/results/
+#   VERSION=5.24.0                     the release that the target transformers tries; without it the installed one
 #
 # Exit code 2: the target does not exist. 4: something is missing on the machine; the message names it and how to get it.
 set -eu
@@ -25,15 +26,19 @@ test        everything that continuous integration runs; eleven minutes on two c
 test-quick  what computes little, and one small training; about three minutes
 test-changed
             test files that a change since the main branch (or since the argument) can reach; mostly three minutes
-test-long   full products and repeated kills, all that the five targets below run; about three hours
-test-long-documents, test-long-kills, test-long-products, test-long-data, test-long-slurm
-            the documents as they are printed; kills; every combination; large and damaged files; a real Slurm: an hour each
+test-long   full products and repeated kills, all that the six targets below run; about four hours
+test-long-documents, test-long-kills, test-long-products, test-long-data, test-long-slurm, test-long-zoo
+            the documents as they are printed; kills; every combination; large and damaged files; a real Slurm; every model
+            type of transformers: an hour each
 mutations   faults, each seeded into a copy of the code: do the tests nearest to it fail? about 25 minutes
 check       ruff, mypy over the code, its tests and its benchmarks, import-linter, shellcheck
 bench       benchmarks, as ratios measured side by side
 bench-gpu   half an hour on a GPU: every engine, predictions, other trainers, FP8, small cards; a rehearsal without one
 golden      runs every known dry run anew, writes tests/golden/dry_run.jsonl and the table of closed forms; an hour
 newest      the canaries with the newest versions of all libraries, in .venv-newest: may an upper bound go up?
+transformers
+            signatures and test-long-zoo with transformers VERSION (make transformers VERSION=5.24.0), in .venv-transformers: what
+            differs from the committed outcome? exit code 1 if a type that trained does not any more; an hour
 oldest      what the libraries decide, with the lowest versions that pyproject.toml allows, in .venv-oldest; half an hour
 uninstall   remove .venv, caches and compiled operators; runs remain
 TEXT
@@ -148,7 +153,7 @@ check_gpu() { # a GPU that the installed torch cannot use is a fault to mend, no
 
 uninstall() {
     cache=${SHARDWISE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/shardwise}
-    for path in "$venv" "$venv-newest" "$venv-oldest" "$cache"; do
+    for path in "$venv" "$venv-newest" "$venv-oldest" "$venv-transformers" "$cache"; do
         [ -e "$path" ] && { say "Removing $path"; rm -rf "$path"; }
     done
     say "Not removed: runs/, ${XDG_STATE_HOME:-$HOME/.local/state}/shardwise, ${XDG_CONFIG_HOME:-$HOME/.config}/shardwise"
@@ -178,6 +183,23 @@ try_newest() { # in an environment of its own
     exec "$bin/python" -m pytest tests/distributed/test_workarounds.py "$@"
 }
 
+try_transformers() { # in an environment of its own, the other packages as locked but for what this release needs newer
+    has=$("$bin/python" -c 'from importlib.metadata import version; print(version("transformers"))')
+    version=${VERSION:-$has}
+    if [ "$version" != "$has" ]; then
+        bin=$venv-transformers/bin
+        rm -rf "$venv-transformers"
+        "$venv/bin/python" -m venv "$venv-transformers"
+        sed -E -e '/^transformers==/d' -e 's/^(huggingface[-_]hub|hf-xet|tokenizers|safetensors|peft)==/\1>=/' \
+            requirements.lock requirements-dev.lock >"$venv-transformers/names"
+        pip_install -r "$venv-transformers/names" "transformers==$version" ||
+            stop "transformers $version was not found, or does not go with the other packages; the lines above say which"
+        pip_install --no-deps -e .
+        compile_packages
+    fi
+    exec "$bin/python" tests/factories/new_transformers.py "$@"
+}
+
 try_oldest() { # likewise; warnings of older versions are no errors
     bin=$venv-oldest/bin
     [ -x "$bin/python" ] || "$venv/bin/python" -m venv "$venv-oldest"
@@ -203,11 +225,13 @@ case $target in
     test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick --budget test-quick "$@" ;;
     test-changed) install_dev; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --changed="${2:-}" ;;
     mutations) install_dev; shift; exec "$bin/python" tests/mutations/run.py "$@" ;;
-    test-long | test-long-documents | test-long-kills | test-long-products | test-long-data | test-long-slurm)
+    test-long | test-long-documents | test-long-kills | test-long-products | test-long-data | test-long-slurm | test-long-zoo)
         group=${target#test-long}
+        marks="long${group:+ and ${group#-}}"
+        [ "$group" != -zoo ] || marks=zoo # with the types of make test
         install_dev
         shift
-        exec "$bin/python" -m pytest -m "long${group:+ and ${group#-}}" -n auto --maxprocesses=2 ${outcome:+"$outcome"} "$@"
+        exec "$bin/python" -m pytest -m "$marks" -n auto --maxprocesses=2 ${outcome:+"$outcome"} "$@"
         ;;
     check)
         install_dev
@@ -230,6 +254,7 @@ case $target in
         shift
         try_newest "$@"
         ;;
+    transformers) install_dev; shift; try_transformers "$@" ;;
     oldest) install_dev; shift; try_oldest "$@" ;;
     uninstall) uninstall ;;
     *) say "bootstrap: unknown target '$target'"; usage >&2; exit 2 ;;

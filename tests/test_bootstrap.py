@@ -193,3 +193,21 @@ def test_the_lock_pins_torch_without_hash_and_without_local_tag():
     assert all("==" in line and "--hash" not in line and "+" not in line for line in lines)
     brought_by_torch = [line for line in lines if line.startswith(("nvidia", "cuda", "triton"))]
     assert brought_by_torch == ["nvidia-ml-py==13.615.71"], "but for this, which asks the driver and holds no CUDA"
+
+
+@pytest.mark.parametrize(
+    ("version", "code", "fact"), [("5.23.0", 0, "new_transformers.py llama"), ("9.9", 4, "9.9 was not")]
+)
+def test_a_release_of_transformers_is_tried_or_is_not_found(project: Path, version: str, code: int, fact: str):
+    python = installed(project) / ".venv" / "bin" / "python"
+    write_program(
+        python,
+        f"""case "$*" in
+    *metadata*) echo 5.23.0 ;;
+    *"-m venv"*) mkdir -p .venv-transformers/bin && ln -s {shlex.quote(str(python))} .venv-transformers/bin/python ;;
+    *"pip install"*) echo "ERROR: No matching distribution found for transformers==9.9" >&2; exit 1 ;;
+    *) echo "$@" ;;
+esac""",
+    )
+    answer = run(project, "transformers", f"{bare_path(project)}:/usr/bin:/bin", "llama", VERSION=version)
+    assert answer.returncode == code and fact in answer.stdout + answer.stderr

@@ -247,15 +247,21 @@ def _unpacked(archive: Path, folder: Path) -> Path:
 
 
 def capture(library: str, version: str, folder: Path) -> None:
-    """Writes the captured text of one version; a name that the version does not have has no line."""
-    names = {each.name for each in references() if each.name.split(".")[0] == library}
+    """Writes the captured text of one version."""
     lines = [f"# {PACKAGES[library]} {version}; written by tests/factories/capture_signatures.py"]
     with tempfile.TemporaryDirectory() as place:
-        read = Library(_unpacked(_archive(library, version, folder), Path(place)))
-        for name in sorted(names):
-            if (found := read.signatures(name)) is not None:
-                lines += [f"{name}({text})" for text in found] or [name]
+        lines += signature_lines(library, _unpacked(_archive(library, version, folder), Path(place)))
     (CAPTURED / f"{library}-{version}.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+def signature_lines(library: str, folder: Path) -> list[str]:
+    """A line for each signature of a library in `folder`; a name that it does not have has no line."""
+    names = {each.name for each in references() if each.name.split(".")[0] == library}
+    lines, read = list[str](), Library(folder)
+    for name in sorted(names):
+        if (found := read.signatures(name)) is not None:
+            lines += [f"{name}({text})" for text in found] or [name]
+    return lines
 
 
 def capture_cuda_facts(version: str, folder: Path) -> None:

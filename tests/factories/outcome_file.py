@@ -5,8 +5,8 @@ passed, failed and were skipped, and their seconds; of every test function how m
 measures how far two runs are apart adds it with `record_differences(record_property, [Difference(...), ...])`; of these
 the file keeps the number and the largest. A test of faults from outside adds
 `record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`; the file adds up those of every test function.
-A test of each member of a list adds what it found, `record_property(FINDING, (finding, member))`; the file lists the
-members of every finding.
+A test of each member of a list adds what it found, `record_property(FINDING, (finding, member))`, once or more; the
+file lists the members of every finding.
 """
 
 import json
@@ -85,8 +85,8 @@ class OutcomeFile:
             self._differences[file] += [Difference(*each) for each in properties.get(DIFFERENCES, ())]
             for kind, counts in properties.get(FAULTS, {}).items():
                 self._faults[_function_of(report.nodeid)][kind].update(counts)
-            if FINDING in properties:
-                finding, member = properties[FINDING]
+            found: list[Any] = [value for name, value in report.user_properties if name == FINDING]
+            for finding, member in found:
                 self._findings[_function_of(report.nodeid)][finding].append(member)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

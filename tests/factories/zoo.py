@@ -29,6 +29,16 @@ NOT_BUILT = MappingProxyType(
         "musicgen_melody": "it models codes of sound, several at a time",
     }
 )
+# The newest families of each laboratory whose text models are downloaded and fine-tuned most, and the older models that
+# most tutorials, benchmarks and published fine-tunes use; of a family each type that transformers has of its own.
+USED = (
+    "llama", "llama4_text", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gemma", "gemma2",
+    "gemma3_text", "gemma4_text", "mistral", "ministral3", "mixtral", "phi", "phi3", "phimoe", "gpt_oss",
+    "deepseek_v2", "deepseek_v3", "glm4", "glm4_moe", "granite", "granitemoehybrid", "olmo2", "olmo3", "olmoe",
+    "falcon", "falcon_h1", "mamba2", "nemotron_h", "jamba", "lfm2", "smollm3", "cohere2", "exaone4", "starcoder2",
+    "gpt2", "gpt_neox", "opt", "bloom", "stablelm", "seed_oss", "hunyuan_v1_dense", "ernie4_5", "ernie4_5_moe",
+    "minimax_m2",
+)  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPES = {"full_attention": _ROPE, "sliding_attention": _ROPE}
 _INDEXER = {

@@ -35,7 +35,7 @@ THINNED = (
     "bart", "deepseek_v3", "deepseek_v32", "deepseek_v4", "exaone4", "gpt_oss", "lfm2", "llama4_text", "mamba",
     "minimax_m3_vl_text", "openai-gpt", "qwen2_moe", "roberta", "roformer", "xlm", "xlnet",
 )  # fmt: skip
-REST = [pytest.param(each, marks=[pytest.mark.long, pytest.mark.products]) for each in types() if each not in THINNED]
+REST = [pytest.param(each, marks=pytest.mark.long) for each in types() if each not in THINNED]
 # Types that are not packed: their layers have a state.
 KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 LOSS_TOLERANCE = 1e-5  # relative
@@ -103,6 +103,7 @@ def packed(model: PreTrainedModel, output: LossOutput) -> Tensor:
     return found
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("name", [*THINNED, *REST])
 def test_packed_documents_are_learned_as_alone_or_packing_is_off(name, record_property):
     """And rows that are padded beside longer ones have the logits of rows alone, for preferences and unpacked data."""
@@ -170,7 +171,7 @@ KERNELS = Path(__file__).parents[1] / "factories" / "state_kernels"
         ("lfm2", True, None),
         ("jamba", True, "what a document contains changes the losses of the next one in its row"),
         *(
-            pytest.param(name, True, None, marks=[pytest.mark.long, pytest.mark.products])
+            pytest.param(name, True, None, marks=[pytest.mark.long, pytest.mark.zoo])
             for name in ("bamba", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h", "qwen3_5_text", "zamba2")
         ),
     ],

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from shardwise.trainer.runtime.models.quantisation import is_quantisable
 from shardwise.trainer.spec.strategy import Quant
 
 WEIGHTS_PER_SCALE = 64
@@ -54,7 +55,7 @@ def quantise(model: PreTrainedModel, quant: Quant, dtype: torch.dtype) -> None:
     """Turns the linear layers of a model on `meta` into NF4, all but the head."""
     head = model.get_output_embeddings()
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module is not head:
+        if isinstance(module, nn.Linear) and is_quantisable(module) and module is not head:
             _quantise_layer(module, quant, dtype)
     seam: Any = model
     seam.is_loaded_in_4bit = True  # PEFT then considers its layer 4 bit

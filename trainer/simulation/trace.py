@@ -27,6 +27,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -156,6 +157,10 @@ _NOT_RUN = (
 )
 
 
+# A field of a config that cannot be set: it follows from others, or has as many entries as there are blocks by chance.
+_NOT_SET = (AttributeError, TypeError, NotImplementedError, StrictDataclassError)
+
+
 def _not_followed(model: nn.Module, error: BaseException) -> str:
     sentence = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{type(model).__name__} cannot be followed without values: {type(error).__name__}: {sentence}"
@@ -170,7 +175,7 @@ def _keep(model: PreTrainedModel, blocks: list[nn.Module], places: list[int]) ->
         before.append((owner, name, getattr(owner, name)))
         try:
             setattr(owner, name, value)
-        except (AttributeError, TypeError, NotImplementedError):  # a property that follows from other fields
+        except _NOT_SET:
             before.pop()
 
     for module in list(model.modules()):

@@ -14,11 +14,22 @@ from export_factory import TINY_GPT2, write_base
 from msgspec.structs import replace
 from rank_factory import rank_plan
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.models.llama4.modeling_llama4 import Llama4Router
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import quantised_layers
-from shardwise.trainer.runtime.models.quantisation import SLICE_ELEMENTS, Packing, pack, packing_of, storage_type
+from shardwise.trainer.runtime.models.quantisation import (
+    SLICE_ELEMENTS,
+    Packing,
+    is_quantisable,
+    pack,
+    packing_of,
+    storage_type,
+)
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob
@@ -236,3 +247,10 @@ def test_w17_bitsandbytes_turns_a_layer_to_inference_for_good_at_its_first_evalu
     (gradient,) = torch.autograd.grad(layer(rows).sum(), rows, allow_unused=True)
     assert gradient is None, "what lies below it is no longer trained"
     assert not layer.quant_state.nested, "and its scales are no longer in 8 bit"
+
+
+def test_falcons_own_linear_layers_are_quantised_and_routers_that_are_linear_layers_are_not():
+    assert all(map(is_quantisable, (nn.Linear(4, 4), Conv1D(4, 4), FalconLinear(4, 4))))
+    assert issubclass(Llama4Router, nn.Linear)
+    with torch.device("meta"):
+        assert not is_quantisable(Llama4Router(AutoConfig.for_model("llama4_text")))

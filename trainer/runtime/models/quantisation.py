@@ -37,6 +37,7 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision, Quant
 
 BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale, scales that share one
+_LIKE_LINEAR = ("FalconLinear",)  # subclasses of nn.Linear that compute the same
 SLICE_ELEMENTS = 1 << 20  # of a tensor that is quantised on a CPU; a multiple of BLOCK
 
 
@@ -117,7 +118,7 @@ def _quantise_within(part: nn.Module, model: PreTrainedModel, packing: Packing) 
     retained = _read_whole(model)
     for module in list(part.modules()):
         for name, child in list(module.named_children()):
-            if _is_quantisable(child) and id(child) not in retained:
+            if is_quantisable(child) and id(child) not in retained:
                 setattr(module, name, quantised(child, packing))
     for parameter in part.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
@@ -212,7 +213,7 @@ def put_empty_layers(model: PreTrainedModel, packing: Packing, *, only: Collecti
     """
     retained, placed = _read_whole(model), dict[str, Any]()
     for name, module in list(model.named_modules()):
-        if name in only if only else _is_quantisable(module) and id(module) not in retained:
+        if name in only if only else is_quantisable(module) and id(module) not in retained:
             assert isinstance(module, nn.Linear | Conv1D)
             layer = _empty_layer(module, packing)
             layer.is_transposed = isinstance(module, Conv1D)
@@ -251,8 +252,9 @@ def _read_whole(model: PreTrainedModel) -> set[int]:
     return {id(model.get_output_embeddings()), *map(id, past)}
 
 
-def _is_quantisable(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or isinstance(module, Conv1D)
+def is_quantisable(module: nn.Module) -> bool:
+    """True for a linear layer; not for a subclass that returns something else, as some routers do."""
+    return type(module) is nn.Linear or isinstance(module, Conv1D) or type(module).__name__ in _LIKE_LINEAR
 
 
 def _materialise(module: nn.Module, made: dict[Tensor, Tensor]) -> bool:
