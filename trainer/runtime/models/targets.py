@@ -57,7 +57,7 @@ def is_linear(module: nn.Module) -> bool:
     """True of what an adapter can be put on: a layer that computes as `nn.Linear` does, or transformers' `Conv1D`."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
-    is_4bit = type(module).__module__.startswith("bitsandbytes.")
+    is_4bit = any(owner.__module__.startswith("bitsandbytes.") for owner in type(module).__mro__)
     return type(module).forward in _OF_TORCH or is_4bit or _computes_alike(module)
 
 
