@@ -120,7 +120,7 @@ def test_a_type_that_no_longer_trains_or_is_no_longer_equal_in_a_way_is_lost():
     old = {"bert": Found("not trained: its loss"), "llama": Found("packed", ("FSDP2",)), "lfm2": Found("packed")}
     new = {"lfm2": Found("not packed: its state"), "llama": Found("packed"), "new": Found("not trained: its head")}
     assert [(is_lost, line.partition(": ")[0]) for is_lost, line in differences(old, new)] == [
-        (False, "gone or failed"), (False, "changed"), (True, "changed"), (False, "new")
+        (False, "missing or failed"), (False, "changed"), (True, "changed"), (False, "new")
     ]  # fmt: skip
     assert [is_lost for is_lost, _ in differences(old, {"bert": old["bert"]})] == [True, True]
     assert [is_lost for is_lost, _ in differences(new, {**new, "lfm2": Found("not trained: its head")})] == [True]

@@ -3,8 +3,8 @@
     python tests/factories/new_transformers.py [TYPE ...]
 
 prints the signatures that the product calls and that differ from those of the locked version, runs the zoo, or the
-named types of it, and prints the types that are new, gone or different. Exit code 1 if something is lost: a name that
-the product uses, a type that trained, a way in which a type was trained alike.
+named types of it, and prints the types that are new, missing or different. Exit code 1 if something is lost: a name
+that the product uses, a type that trained, a way in which a type was trained alike.
 """
 
 import re

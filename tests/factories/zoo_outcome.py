@@ -49,7 +49,7 @@ def differences(old: Mapping[str, Found], new: Mapping[str, Found]) -> Iterator[
         if before is None and now is not None:
             yield False, f"new: {name}: {_text(now)}"
         elif now is None and before is not None:
-            yield before.trains, f"gone or failed: {name}: {_text(before)}"
+            yield before.trains, f"missing or failed: {name}: {_text(before)}"
         elif before is not None and now is not None and before != now:
             is_lost = (before.trains and not now.trains) or not set(before.ways) <= set(now.ways)
             yield is_lost, f"changed: {name}: {_text(before)} -> {_text(now)}"
