@@ -21,8 +21,9 @@ from shardwise.trainer.planning.memory.precision_policy import adapter_elements,
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.runtime.models.methods import add_adapters, shortest_names, trained_parameters
 from shardwise.trainer.runtime.models.quantisation import Packing, put_empty_layers
-from shardwise.trainer.runtime.models.targets import read_past_forward, routers_of
+from shardwise.trainer.runtime.models.targets import default_layers, read_past_forward, routers_of
 from shardwise.trainer.simulation.describe import describe
+from shardwise.trainer.simulation.nf4 import quantise
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import TraceRequest
@@ -119,6 +120,16 @@ def test_a_router_that_a_job_names_is_trained(model_type, target):
     add_adapters(model, LoraJob(rank=2, targets=(attention, target)), Precision.FP32)
     of_routers = [name for name in adapted(model) if name.endswith(f".{target}")]
     assert of_routers and without_gradient(model) == set()
+
+
+@pytest.mark.parametrize("model_type", sorted({*ROUTERS, *PAST, *COVERED}))
+def test_weights_in_4_bit_change_no_target(model_type):
+    """Their packed tensors have other shapes than the layers."""
+    whole, of_run, of_dry_run = (on_meta(model_type) for _ in range(3))
+    put_empty_layers(of_run, Packing(Quant.NF4, torch.float32, storage=torch.uint8, works_on=CPU, lives_on=CPU))
+    quantise(of_dry_run, Quant.NF4, torch.bfloat16)
+    for packed in (of_run, of_dry_run):
+        assert (routers_of(packed), default_layers(packed)) == (routers_of(whole), default_layers(whole))
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "gpt_oss", "deepseek_v32"])

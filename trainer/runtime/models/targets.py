@@ -151,8 +151,12 @@ def _leads_back(module: nn.Module) -> bool:
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """(outputs, inputs) of the matrices of a module, in their order."""
+    """(outputs, inputs) of the matrices of a module, in their order; those in 4 bit have tensors of other shapes."""
     for part in module.modules():
+        if isinstance(part, nn.Linear):
+            if part.out_features > 0:
+                yield part.out_features, part.in_features
+            continue
         for weight in part.parameters(recurse=False):
             shape = _shape(weight)
             if len(shape) == 2 and shape[0] > 0 and not isinstance(part, nn.Embedding):
@@ -160,7 +164,8 @@ def _matrices(module: nn.Module) -> Iterator[tuple[int, int]]:
 
 
 def _widths(experts: nn.Module) -> set[int]:
-    return {size for weight in experts.parameters() for size in _shape(weight)[1:]}
+    stacked = (_shape(weight) for weight in experts.parameters() if len(_shape(weight)) == 3)
+    return {inputs for _, inputs in _matrices(experts)} | {size for shape in stacked for size in shape[1:]}
 
 
 def _shape(weight: Any) -> tuple[int, ...]:  # noqa: ANN401  # a parameter, whole or cut by ZeRO-3
