@@ -147,7 +147,10 @@ class PlanOptions(Struct, frozen=True):
     )
     method: Annotated[str | None, _text("--method", "M", "full, lora, qlora or auto")] = None
     seq_len: Annotated[int | None, _number("--seq-len", "tokens a row")] = None
-    allow: Annotated[str | None, _text("--allow", "A,B", "opt-ins, e.g. bf16_weights,optimizer_8bit")] = None
+    allow: Annotated[
+        str | None, _text("--allow", "A,B", "further opt-ins, e.g. bf16_weights,optimizer_8bit; the job's stay")
+    ] = None
+    forbid: Annotated[str | None, _text("--forbid", "A,B", "opt-ins of the job or the default to leave out")] = None
     vram_cap_bytes: _Vram = None
     gpus: _Gpus = None
     specs: Annotated[

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shardwise.launch.inputs.model_files import find_known_model, preset_names, read_preset
+from shardwise.launch.job.layers import REMOVED_OPT_INS
 from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import (
     NodeOptions,
@@ -120,6 +121,7 @@ def start_and_repeat(options: PlanOptions, inputs: PlanInputs) -> tuple[tuple[st
         "--method": options.method,
         "--seq-len": options.seq_len,
         "--allow": options.allow,
+        "--forbid": options.forbid,
     }
     nodes = {"--partition": options.partition, "--nodes": options.nodes, "--constraint": options.constraint}
     devices = {
@@ -284,6 +286,7 @@ def _settings_of(options: PlanOptions) -> list[str]:
         "train.method": options.method,
         "train.seq_len": options.seq_len,
         "allow": None if options.allow is None else f"[{options.allow}]",
+        REMOVED_OPT_INS.rstrip("="): None if options.forbid is None else f"[{options.forbid}]",
     }
     return [f"{path}={value}" for path, value in settings.items() if value is not None]
 

@@ -19,7 +19,7 @@ from shardwise.launch.job.yaml_text import name_of_file, read_yaml, read_yaml_fi
 from shardwise.trainer.spec.errors import InputError, InputProblemsError, close_matches
 from shardwise.trainer.spec.job.fields import BY_PATH, job_tree
 from shardwise.trainer.spec.job.kinds import shown
-from shardwise.trainer.spec.job.reading import Layer, read_layers
+from shardwise.trainer.spec.job.reading import Change, Layer, read_layers
 from shardwise.trainer.spec.job.sections import Job, without_url
 from shardwise.trainer.spec.messages.submission import FILE_NAME as SUBMISSION_NAME
 from shardwise.trainer.spec.value import Value
@@ -27,6 +27,7 @@ from shardwise.trainer.spec.value import Value
 PERSONAL_SETTINGS = ("price_per_gpu_hour", "log.wandb", "log.notify", "slurm")
 FOLDERS = ("cache", "huggingface", "scratch")
 COMMAND_LINE = "command line"
+REMOVED_OPT_INS = "allow-="  # begins an override
 _STAMP = r"-\d{8}-\d{6}(-\d+)?$"  # of a run directory
 DEFAULT = "default"
 MOST_POINTS = 1000  # of an array under Slurm's default MaxArraySize 1001
@@ -166,7 +167,9 @@ def _override_layers(overrides: Sequence[str], problems: list[str]) -> list[Laye
     layers = []
     for override in overrides:
         try:
-            layers.append(Layer(read_override(override), COMMAND_LINE))
+            removes = override.startswith(REMOVED_OPT_INS)
+            tree = read_override(override.replace("-=", "=", 1) if removes else override)
+            layers.append(Layer(tree, COMMAND_LINE, opt_ins=Change.REMOVE if removes else Change.ADD))
         except InputError as error:
             problems.append(str(error))
     return layers

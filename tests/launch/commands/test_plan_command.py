@@ -151,7 +151,8 @@ def test_every_known_model_plans_a_lora_job_without_a_network(model: Run, tmp_pa
 def test_a_model_and_a_file_are_a_job(model: Run, tmp_path: Path) -> None:
     rows = write_rows(tmp_path)
     words = ("plan", "Qwen/Qwen2.5-7B", "--data", "rows.txt", *RTX_4060, "--method", "qlora", "--seq-len", "1024")
-    code, out, _ = model(*words, "--allow", "bf16_weights,optimizer_8bit", "train.seq_len=512", "--json")
+    opt_ins = ("--allow", "bf16_weights,optimizer_8bit", "--forbid", "offload_cpu,fp8")
+    code, out, _ = model(*words, *opt_ins, "train.seq_len=512", "--json")
     plan = json.loads(out)
     job = plan["job"]
     assert (code, job["train"]["method"], job["train"]["seq_len"]) == (ExitCode.DONE, "qlora", 512)

@@ -145,7 +145,9 @@ OVERRIDES = [
     ("output=runs/a #b: c", None, "output", "runs/a #b: c"),
     ('output="quoted"', None, "output", "quoted"),
     ("data.fields.prompt=question", "data", "fields", {"prompt": "question"}),
-    ("allow=[fp8, compile]", None, "allow", ("fp8", "compile")),
+    ("allow=[fp8, compile]", None, "allow", ("offload_cpu", "fp8", "compile")),
+    ("allow=[]", None, "allow", ()),
+    ("allow-=[offload_cpu, fp8]", None, "allow", ()),
     ("checkpoint.every=20 min", "checkpoint", "every", Every(seconds=1200.0)),
     ("train={seq_len: 4096}", "train", "seq_len", 4096),
 ]

@@ -12,7 +12,7 @@ from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import BY_PATH, FIELDS, SECTIONS, children, job_tree
 from shardwise.trainer.spec.job.kinds import Every, Warmup, shown
-from shardwise.trainer.spec.job.reading import OTHER_NAMES, Layer, read_job, read_layers
+from shardwise.trainer.spec.job.reading import OTHER_NAMES, Change, Layer, read_job, read_layers
 from shardwise.trainer.spec.job.sections import (
     Allowance,
     CheckpointJob,
@@ -339,6 +339,24 @@ def test_a_later_layer_replaces_the_setting_it_excludes(below, above, gone, stay
     assert value_of(reading.job, gone) is None
     assert value_of(reading.job, stays) is not None
     assert gone not in reading.sources
+
+
+@pytest.mark.parametrize(
+    ("stated", "change", "named", "allowed"),
+    [
+        (None, Change.ADD, ["fp8"], ("offload_cpu", "fp8")),
+        ([], Change.ADD, ["fp8"], ("fp8",)),
+        (["fp8", "compile"], Change.ADD, ["tf32", "fp8"], ("fp8", "compile", "tf32")),
+        (["fp8"], Change.ADD, [], ()),
+        (None, Change.REMOVE, ["offload_cpu"], ()),
+        (["fp8", "compile"], Change.REMOVE, ["fp8", "tf32"], ("compile",)),
+        (["fp8"], Change.REPLACE, ["tf32"], ("tf32",)),
+    ],
+)
+def test_opt_ins_of_the_command_line_add_to_those_of_the_job_or_take_away(stated, change, named, allowed):
+    job = Layer(tree() if stated is None else tree(allow=stated), "job.yaml")
+    reading = read_layers([job, Layer({"allow": named}, "command line", opt_ins=change)], origin="job.yaml")
+    assert reading.job.allow == allowed and reading.sources["allow"] == "command line"
 
 
 def test_columns_of_two_layers_are_laid_together():

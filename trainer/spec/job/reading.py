@@ -16,6 +16,7 @@ sees values only: a written default, as in the resolved job.yaml, changes nothin
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct
@@ -25,12 +26,20 @@ from shardwise.trainer.spec.engines import Offload, Sharding, shardings_with
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, children
 from shardwise.trainer.spec.job.kinds import HintError, nearest, one_of, shown
-from shardwise.trainer.spec.job.sections import BadRows, DataFormat, Job, LossOn, Objective
+from shardwise.trainer.spec.job.sections import Allowance, BadRows, DataFormat, Job, LossOn, Objective
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 # Names of settings in other trainers; an unknown key is looked up here first.
 OTHER_NAMES: Mapping[str, str] = {alias: entry.path for entry in FIELDS for alias in entry.aliases}
+
+
+class Change(StrEnum):
+    """What the opt-ins (`allow`) of a layer do to those below it."""
+
+    REPLACE = "replace"
+    ADD = "add"  # an empty list replaces all the same: it allows nothing
+    REMOVE = "remove"
 
 
 class Layer(Struct, frozen=True):
@@ -39,6 +48,7 @@ class Layer(Struct, frozen=True):
     tree: Mapping[str, Any]
     origin: str
     allowed: tuple[str, ...] | None = None
+    opt_ins: Change = Change.REPLACE
 
 
 class JobReading(Struct, frozen=True):
@@ -76,7 +86,7 @@ def read_layers(layers: Sequence[Layer], *, origin: str, checks_clashes: bool = 
         _walk(layer.tree, "", layer, found)
         problems += [f"{layer.origin}: {problem}" for problem in found.problems]
         unreadable |= found.unreadable
-        _lay_over(values, sources, found.values, layer.origin)
+        _lay_over(values, sources, found.values, layer)
     job = _build(values)
     for clash in CLASHES if checks_clashes else ():
         if not unreadable.intersection(clash.paths) and (sentence := clash.sentence(job)):
@@ -169,7 +179,8 @@ def _names(paths: Sequence[str]) -> Iterator[str]:
     return (path.rpartition(".")[2] for path in paths)
 
 
-def _lay_over(values: dict[str, Any], sources: dict[str, str], upper: Mapping[str, Any], origin: str) -> None:
+def _lay_over(values: dict[str, Any], sources: dict[str, str], upper: Mapping[str, Any], layer: Layer) -> None:
+    below = values.get("allow", Job().allow)
     for group in EXCLUSIVE:
         if any(upper.get(path) is not None for path in group):
             for path in group:
@@ -178,7 +189,15 @@ def _lay_over(values: dict[str, Any], sources: dict[str, str], upper: Mapping[st
     for path, value in upper.items():
         is_mapping = isinstance(value, dict) and path in values
         values[path] = {**values[path], **value} if is_mapping else value
-        sources[path] = origin
+        sources[path] = layer.origin
+        if path == "allow":
+            values[path] = _opt_ins(below, value, layer.opt_ins)
+
+
+def _opt_ins(below: tuple[Allowance, ...], named: tuple[Allowance, ...], change: Change) -> tuple[Allowance, ...]:
+    if change is Change.REMOVE:
+        return tuple(each for each in below if each not in named)
+    return tuple(dict.fromkeys((*below, *named))) if change is Change.ADD and named else named
 
 
 def _build(values: Mapping[str, Any]) -> Job:
