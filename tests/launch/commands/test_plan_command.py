@@ -188,6 +188,27 @@ def test_rows_are_no_longer_than_the_positions_of_a_model_unless_stated(model: R
         assert (code, json.loads(out)["job"]["train"]["seq_len"]) == (ExitCode.DONE, seq_len)
     code, _, err = model("plan", "short", "--hardware", SPECS[0], "--seq-len", "4096")
     assert code == ExitCode.INPUT and "1024 positions" in err
+    write_rows(tmp_path)
+    (tmp_path / "own.yaml").write_text("model: {config: short, tokenizer: train}\ndata: {train: rows.txt}\n")
+    code, out, _ = model("plan", "own.yaml", "--hardware", SPECS[0], "--json")
+    assert (code, json.loads(out)["job"]["train"]["seq_len"]) == (ExitCode.DONE, 1024)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("trian job.yaml", "trian is no command; did you mean train?"),
+        ("frobnicate", "frobnicate is no command; there are init, probe, plan, "),
+        ("train job.yaml --epochs 2", "did you mean train.epochs=2?"),
+        ("train job.yaml --learning-rate=1e-4 --load-in-4bit", "did you mean train.lr=1e-4 train.method=qlora?"),
+        ("train job.yaml --cutoff_len", "did you mean train.seq_len=...?"),
+        ("train job.yaml --lr 1 --frobnicate", "--lr --frobnicate; see shardwise train --help"),
+        ("status --epochs", "--epochs; see shardwise status --help"),
+    ],
+)
+def test_a_slip_of_the_pen_is_answered_with_what_was_meant(model: Run, words: str, answer: str) -> None:
+    code, _, err = model(*words.split())
+    assert code == ExitCode.INPUT and answer in err and len(err.splitlines()) == 1
 
 
 def test_an_existing_job_file_wins_and_options_apply_over_it(model: Run, tmp_path: Path) -> None:

@@ -26,12 +26,10 @@ from shardwise.trainer.spec.engines import Offload, Sharding, shardings_with
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, children
 from shardwise.trainer.spec.job.kinds import HintError, nearest, one_of, shown
+from shardwise.trainer.spec.job.other_names import OTHER_NAMES
 from shardwise.trainer.spec.job.sections import Allowance, BadRows, DataFormat, Job, LossOn, Objective
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
-
-# Names of settings in other trainers; an unknown key is looked up here first.
-OTHER_NAMES: Mapping[str, str] = {alias: entry.path for entry in FIELDS for alias in entry.aliases}
 
 
 class Change(StrEnum):
@@ -115,8 +113,8 @@ def _walk(tree: Mapping[Any, Any], section: str, layer: Layer, found: _Found) ->
         if not isinstance(key, str) or not key or "." in key:
             found.problems.append(_odd_key(key, path))
         elif path not in BY_PATH and path not in SECTIONS:
-            meant = _meant(section, key)
-            found.unreadable.update(_settings_in(meant) if meant else ())
+            meant = meant_setting(section, key)
+            found.unreadable.update(_settings_in(meant.partition("=")[0]) if meant else ())
             found.problems.append(_unknown(path, section, meant))
         elif layer.allowed is not None and not _is_allowed(path, layer.allowed):
             found.problems.append(f"{path} belongs in a job file; this file may hold {', '.join(layer.allowed)}")
@@ -158,8 +156,8 @@ def _unknown(path: str, section: str, meant: str | None) -> str:
     return f"{named} is not a setting; {section or 'a job'} has {', '.join(_names(children(section)))}"
 
 
-def _meant(section: str, name: str) -> str | None:
-    """The setting that was probably meant: by its name in another trainer, among siblings, or elsewhere."""
+def meant_setting(section: str, name: str) -> str | None:
+    """The setting that was probably meant, or with its value: by its name elsewhere, among siblings, or anywhere."""
     if name.lower() in OTHER_NAMES:
         return OTHER_NAMES[name.lower()]
     siblings = {path.rpartition(".")[2]: path for path in children(section)}
