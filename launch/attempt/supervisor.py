@@ -139,7 +139,7 @@ class Ranks(Protocol):
         """True if a rank reported a failure, or ended without a report."""
 
     def end_survivors(self) -> tuple[int, ...]:
-        """Ranks that ended without a report; kills the others, and waits until the launcher has named how they ended."""
+        """Ranks that ended without a report; kills the others, so that the launcher ends and names the signal."""
 
     def stopped(self) -> dict[str, ProcessRecord]:
         """The launcher and the ranks of this machine that a signal has stopped, by name. Called often."""
