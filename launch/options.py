@@ -8,12 +8,13 @@ Annotations are text until the parser of a command reads those of its class.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import InputError, close_matches
 from shardwise.trainer.spec.value import Struct  # and no other of msgspec before it
 
 LADDER_STEPS = 6
@@ -147,7 +148,10 @@ class PlanOptions(Struct, frozen=True):
     )
     method: Annotated[str | None, _text("--method", "M", "full, lora, qlora or auto")] = None
     seq_len: Annotated[int | None, _number("--seq-len", "tokens a row")] = None
-    allow: Annotated[str | None, _text("--allow", "A,B", "opt-ins, e.g. bf16_weights,optimizer_8bit")] = None
+    allow: Annotated[
+        str | None, _text("--allow", "A,B", "further opt-ins, e.g. bf16_weights,optimizer_8bit; the job's stay")
+    ] = None
+    forbid: Annotated[str | None, _text("--forbid", "A,B", "opt-ins to take away from those of the job")] = None
     vram_cap_bytes: _Vram = None
     gpus: _Gpus = None
     specs: Annotated[
@@ -546,15 +550,36 @@ def parse_command_line(arguments: list[str]) -> tuple[Command, Any]:
     `key=value` may follow options, where argparse alone would refuse it.
     """
     first = arguments[0] if arguments else ""
+    if first not in COMMANDS and first[:1] not in ("", "-"):
+        meant = close_matches(first, COMMANDS)
+        hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(COMMANDS)}"
+        raise InputError(f"{first[:60]} is no command; {hint}")
     found, rest = build_parser([first] if first in COMMANDS else COMMANDS).parse_known_args(arguments)
     given = vars(found)
     name = given.pop("command")
     unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in given]
     if unknown:
-        raise InputError(f"unrecognized arguments: {' '.join(unknown)}; see shardwise {name} --help")
+        hint = _settings_meant(rest) if "overrides" in given else ""
+        raise InputError(f"unrecognized arguments: {' '.join(unknown)}; {hint or f'see shardwise {name} --help'}")
     if rest:
         given["overrides"] = [*given["overrides"], *rest]
     return COMMANDS[name], COMMANDS[name].options(**given)
+
+
+def _settings_meant(rest: Sequence[str]) -> str:
+    """Settings that unknown options stand for, as key=value; nothing if one of them has no such setting."""
+    from shardwise.trainer.spec.job.reading import meant_setting
+
+    found = []
+    for option, following in zip(rest, [*rest[1:], ""], strict=True):
+        if option.startswith("-"):
+            name, _, value = option.lstrip("-").partition("=")
+            setting = meant_setting("", name.replace("-", "_"))
+            if setting is None:
+                return ""
+            value = value or (following if following and not following.startswith("-") else "...")
+            found.append(setting if "=" in setting else f"{setting}={value}")
+    return f"did you mean {shlex.join(found)}?"
 
 
 def build_parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:

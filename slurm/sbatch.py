@@ -425,7 +425,7 @@ def _surroundings(program_dir: str | None, modules: Sequence[str], *, is_offline
 def _container_start(container: Container, workdir: str) -> str:
     options, before = srun_parts(container, workdir=workdir)
     srun = [
-        'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --input=none',
+        'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --input=none --export=ALL',
         '--cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --mem=0',
         *filter(None, (" ".join(options), " ".join(before))),
         'sh -c "$inside" shardwise "$run_dir" "$head" &',

@@ -45,13 +45,29 @@ def main() -> None:
     process.dump_stacks_on_request()
     process.volunteer_for_oom_kill()
     paths.attempt_dir.mkdir(parents=True, exist_ok=True)
-    process.write_pid_record(paths.attempt_dir, rank=rank)
-    if paths.is_again and rank == 0:
-        print(f"this attempt has ended before: writing to {paths.attempt_dir} instead")  # noqa: T201  # for a start by hand
+    try:
+        companion = _registered(paths, stop, rank=rank)
+    except ShardwiseError as error:
+        sys.stderr.write(f"{error}\n")
+        _exit_at_once(error.exit_code)
     if arguments.log_dir is not None:
         process.redirect_output(arguments.log_dir, rank=rank)
     with redacted_output():
-        _run(arguments.plan, paths, ReportWriter(paths, rank=rank), stop)
+        _run(arguments.plan, paths, ReportWriter(paths, rank=rank), stop, companion)
+
+
+def _registered(paths: RunPaths, stop: process.StopFlag, *, rank: int) -> process.Companion | None:
+    """Registers the rank; of a start by hand, rank 0 starts the process that does what a supervisor would."""
+    process.write_pid_record(paths.attempt_dir, rank=rank)
+    if rank or process.is_supervised():
+        return None
+    if paths.is_again:
+        print(f"this attempt has ended before: writing to {paths.attempt_dir} instead, without trackers")  # noqa: T201
+        return None
+    if not paths.plan_dir.name.isdigit():  # not of a run directory
+        return None
+    stop.companion = process.Companion(paths.attempt_dir)
+    return stop.companion
 
 
 def _parse() -> argparse.Namespace:
@@ -61,12 +77,18 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(plan_path: Path, paths: RunPaths, writer: ReportWriter, stop: process.StopFlag) -> None:
+def _run(
+    plan_path: Path,
+    paths: RunPaths,
+    writer: ReportWriter,
+    stop: process.StopFlag,
+    companion: process.Companion | None,
+) -> None:
     writer.write_status("importing the libraries")
     plan = codec.read(plan_path, Plan)
     from shardwise.trainer.runtime.run.state import RunState
 
-    with _RankEnd(plan, RunState(), writer) as end:
+    with _RankEnd(plan, RunState(), writer, companion) as end:
         with process.importing_libraries():
             from shardwise.trainer.runtime.loop.course import (
                 train,  # a library that cannot be imported is an end with a report, too
@@ -80,11 +102,14 @@ def _run(plan_path: Path, paths: RunPaths, writer: ReportWriter, stop: process.S
 class _RankEnd:
     """Ends the process at the end of its block, also on an error, with a report of its progress."""
 
-    def __init__(self, plan: Plan, state: "RunState", writer: ReportWriter) -> None:
+    def __init__(
+        self, plan: Plan, state: "RunState", writer: ReportWriter, companion: process.Companion | None
+    ) -> None:
         self.state = state
         self.ending = Ending.FAILED
         self._plan = plan
         self._writer = writer
+        self._companion = companion
         self._started = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -126,6 +151,8 @@ class _RankEnd:
         )
         self._writer.write_report(report)
         self._writer.write_status(str(self.ending), step=self.state.step)
+        if self._companion is not None:
+            self._companion.wait()
 
 
 def error_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ SIGKILL alone may be sent by a person or a scheduler.
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ class Observed(NamedTuple):
 
     return_code: int | None  # of the launcher; None: the supervisor ended it
     hung: str | None = None  # the ranks without heartbeat, in a sentence
+    lost_ranks: tuple[int, ...] = ()  # ended without a report while others lived, which the supervisor killed then
     step: int = 0  # by the heartbeats
     was_cut_short: bool = False  # by a second Ctrl-C
     num_oom_kills: int | None = None  # counted by the kernel meanwhile; None: nothing counts them
@@ -88,7 +89,7 @@ def _fault(attempt_dir: Path, reports: dict[int, Report], seen: Observed) -> tup
     if seen.lost is not None:
         return Fault.KILLED, _Cause(seen.lost)
     logs = attempt_dir / "logs"
-    killed = killed_rank(attempt_dir)
+    killed = killed_rank(attempt_dir, among=seen.lost_ranks)
     if killed is not None:
         name = f"rank {killed.rank}"
         if killed.number == signal.SIGKILL and seen.num_oom_kills:
@@ -106,6 +107,10 @@ def _fault(attempt_dir: Path, reports: dict[int, Report], seen: Observed) -> tup
         return Fault.ERROR, _Cause(f"{end}: {last_error_line(attempt_dir, rank=exited.rank)}\nlogs: {logs}")
     if reports:
         return Fault.ERROR, _earliest_error(attempt_dir, reports)
+    if seen.lost_ranks:
+        return Fault.KILLED, _Cause(
+            f"rank {seen.lost_ranks[0]} ended without a report, and the launcher did not say how"
+        )
     if seen.return_code is not None and seen.return_code < 0:
         return Fault.KILLED, _Cause(f"the launcher was killed by {_signal_name(-seen.return_code)}")
     end = "was ended" if seen.return_code is None else f"ended with code {seen.return_code}"
@@ -163,10 +168,10 @@ class EndedRank(NamedTuple):
     number: int  # of the signal, or the code
 
 
-def killed_rank(attempt_dir: Path) -> EndedRank | None:
-    """The rank that a signal ended, according to the launcher's output."""
+def killed_rank(attempt_dir: Path, *, among: Sequence[int] = ()) -> EndedRank | None:
+    """The rank that a signal ended, according to the launcher's output; of these ranks if some are given."""
     ended = (EndedRank(each.rank, -each.number) for each in _failed_ranks(attempt_dir) if each.number < 0)
-    return next(ended, None)
+    return next((each for each in ended if not among or each.rank in among), None)
 
 
 def _exited_without_report(attempt_dir: Path, reports: dict[int, Report]) -> EndedRank | None:

@@ -9,7 +9,9 @@
 - A scheduler signals every process of a job, and torchrun ends its ranks at TERM. The launcher therefore ignores TERM
   from its start, and torchrun is configured not to handle it (`launcher.launch_environment`).
 - The launcher dies with this process, and each rank with its launcher (PR_SET_PDEATHSIG on both).
-- If a rank fails or dies, the others wait in a collective: after `END_GRACE_S` they are ended.
+- If a rank fails or dies, the others wait in a collective: after `END_GRACE_S` they are ended. torchrun would
+  end them 30 s after a death, and names the rank and its signal only then; if a rank died, the others are therefore
+  killed first, and the launcher is waited for.
 - Ranks without a heartbeat (`watchdog`) write their stacks into their logs, and then the attempt is ended.
 
 A pid is valid on one machine only: in a folder that several machines share, each reads the records of its own ranks.
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -57,7 +59,8 @@ from shardwise.trainer.spec.report import Ending
 from shardwise.trainer.spec.secrets import names_secret, redact
 
 POLL_S = 0.1
-END_GRACE_S = 15.0  # torchrun has reported by then which rank failed first
+END_GRACE_S = 15.0  # for the other ranks to fail as well, and to report
+LAUNCHER_END_S = 10.0  # for the launcher to name the rank that died, once no rank is alive
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOPPED_S = 5.0  # before a process that is stopped is reported
 DUMP_S = 2.0  # for the ranks to write their stacks
@@ -135,6 +138,9 @@ class Ranks(Protocol):
     def has_failed(self) -> bool:
         """True if a rank reported a failure, or ended without a report."""
 
+    def end_survivors(self) -> tuple[int, ...]:
+        """Ranks that ended without a report; kills the others, so that the launcher ends and names the signal."""
+
     def stopped(self) -> dict[str, ProcessRecord]:
         """The launcher and the ranks of this machine that a signal has stopped, by name. Called often."""
 
@@ -190,10 +196,21 @@ class LocalRanks:
         reports = rank_reports(self._attempt_dir)
         if any(report.ending in (Ending.OUT_OF_MEMORY, Ending.FAILED) for report in reports.values()):
             return True
+        return bool(self._lost_ranks())
+
+    def _lost_ranks(self) -> set[int]:
+        """Ranks that ended without a report; reports are read last, because one may be written meanwhile."""
         ended = {rank for rank, record in self._records().items() if not record.is_alive}
-        if ended <= reports.keys():
-            return False
-        return not ended <= rank_reports(self._attempt_dir).keys()  # it may have been written in between
+        return ended - rank_reports(self._attempt_dir).keys() if ended else ended
+
+    def end_survivors(self) -> tuple[int, ...]:
+        lost = self._lost_ranks()
+        if lost:
+            for record in self._records().values():
+                record.send(signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(LAUNCHER_END_S)
+        return tuple(sorted(lost))
 
     def stopped(self) -> dict[str, ProcessRecord]:
         launcher = record_of(self._launcher.pid)
@@ -312,8 +329,11 @@ def watch_attempt(
     `on_notice` gets a line on processes that are stopped, and on ranks that may hang.
     """
     hung: str | None = None
+    lost_ranks: tuple[int, ...] = ()
     try:
         silence = _watch(ranks, stop, on_tick, on_notice, watchdog)
+        if silence is None and not stop.is_urgent and ranks.poll() is None:
+            lost_ranks = ranks.end_survivors()
         hung = None if silence is None else with_stacks(silence, ranks.dump_stacks())
         return_code = ranks.poll()
     finally:
@@ -322,6 +342,7 @@ def watch_attempt(
     seen = Observed(
         return_code=return_code,
         hung=hung,
+        lost_ranks=lost_ranks,
         step=watchdog.step,
         was_cut_short=stop.is_urgent,
         num_oom_kills=ranks.num_oom_kills,

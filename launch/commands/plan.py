@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shardwise.launch.inputs.model_files import find_known_model, preset_names, read_preset
+from shardwise.launch.job.layers import REMOVED_OPT_INS
 from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import (
     NodeOptions,
@@ -23,7 +24,6 @@ from shardwise.launch.plan.gather import (
     profile_data,
     read_calibration_of,
     read_inputs,
-    read_model,
 )
 from shardwise.launch.terminal import Console, show_lines, text_width, write_page
 from shardwise.trainer.planning.context import PlanningContext
@@ -32,8 +32,7 @@ from shardwise.trainer.planning.explain.first_screen import first_screen, summar
 from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.planner import Extent, open_contexts, take_candidate
 from shardwise.trainer.spec.errors import ExitCode, InputError, NothingFitsError
-from shardwise.trainer.spec.job.sections import TrainJob
-from shardwise.trainer.spec.model.readers import config_positions, read_model_shape, supported_model_types
+from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
@@ -120,6 +119,7 @@ def start_and_repeat(options: PlanOptions, inputs: PlanInputs) -> tuple[tuple[st
         "--method": options.method,
         "--seq-len": options.seq_len,
         "--allow": options.allow,
+        "--forbid": options.forbid,
     }
     nodes = {"--partition": options.partition, "--nodes": options.nodes, "--constraint": options.constraint}
     devices = {
@@ -274,7 +274,7 @@ def is_job_file(path: Path) -> bool:
 def overrides_of(options: PlanOptions) -> list[str]:
     """Overrides that a model and the options of a plan stand for, and the plan's own."""
     settings = [*_settings_of(options), *options.overrides]
-    return settings if is_job_file(options.job) else [*_settings_of_model(options.job, settings), *settings]
+    return settings if is_job_file(options.job) else [*_settings_of_model(options.job), *settings]
 
 
 def _settings_of(options: PlanOptions) -> list[str]:
@@ -284,23 +284,15 @@ def _settings_of(options: PlanOptions) -> list[str]:
         "train.method": options.method,
         "train.seq_len": options.seq_len,
         "allow": None if options.allow is None else f"[{options.allow}]",
+        REMOVED_OPT_INS.rstrip("="): None if options.forbid is None else f"[{options.forbid}]",
     }
     return [f"{path}={value}" for path, value in settings.items() if value is not None]
 
 
-def _settings_of_model(model: Path, settings: Sequence[str]) -> list[str]:
-    """Overrides that make a model a job: its weights, or its shape if none are published, and rows that it can read."""
+def _settings_of_model(model: Path) -> list[str]:
+    """Overrides that make a model a job: its weights, or its shape if none are published."""
     known, name = find_known_model(str(model)), json.dumps(str(_model_of(model)))
-    setting = (
-        [f"model.name={name}"] if known is None or known.hub else [f"model.config={name}", "model.tokenizer=train"]
-    )
-    if known is None:
-        config = read_model(None, [*setting, *settings], only_plans=True, assumes_data=True)[1].config
-    else:
-        config = known.config
-    positions = config_positions(config)
-    has_short_rows = positions is not None and positions < TrainJob().seq_len
-    return [*setting, *([f"train.seq_len={positions}"] if has_short_rows else [])]
+    return [f"model.name={name}"] if known is None or known.hub else [f"model.config={name}", "model.tokenizer=train"]
 
 
 def next_commands(options: PlanOptions) -> tuple[str, ...]:

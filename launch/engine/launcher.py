@@ -47,7 +47,7 @@ from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import without_url
-from shardwise.trainer.spec.messages.rank_files import REPORT_ROOM_BYTES, report_room_path
+from shardwise.trainer.spec.messages.rank_files import REPORT_ROOM_BYTES, SUPERVISED, report_room_path
 from shardwise.trainer.spec.plan import Buckets, Candidate, Plan
 from shardwise.trainer.spec.strategy import Precision
 
@@ -91,6 +91,7 @@ def launch_environment(base: Mapping[str, str], plan: Plan, *, extensions_dir: P
         "TOKENIZERS_PARALLELISM": "false",  # the ranks fork; a tokenizer's threads would not survive it
         "TORCH_EXTENSIONS_DIR": str(extensions_dir),
         "DS_ACCELERATOR": plan.device_kind.value,
+        SUPERVISED: "1",
         "PET_SIGNALS_TO_HANDLE": "SIGQUIT",  # torchrun would end its ranks at a TERM; they save and end themselves
     }
     if plan.chosen.flash_kernel is not None:

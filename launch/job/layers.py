@@ -11,6 +11,7 @@ combination of its values.
 
 import itertools
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shardwise.launch.job.yaml_text import name_of_file, read_yaml, read_yaml_fi
 from shardwise.trainer.spec.errors import InputError, InputProblemsError, close_matches
 from shardwise.trainer.spec.job.fields import BY_PATH, job_tree
 from shardwise.trainer.spec.job.kinds import shown
-from shardwise.trainer.spec.job.reading import Layer, read_layers
+from shardwise.trainer.spec.job.reading import Change, Layer, read_layers
 from shardwise.trainer.spec.job.sections import Job, without_url
 from shardwise.trainer.spec.messages.submission import FILE_NAME as SUBMISSION_NAME
 from shardwise.trainer.spec.value import Value
@@ -27,6 +28,7 @@ from shardwise.trainer.spec.value import Value
 PERSONAL_SETTINGS = ("price_per_gpu_hour", "log.wandb", "log.notify", "slurm")
 FOLDERS = ("cache", "huggingface", "scratch")
 COMMAND_LINE = "command line"
+REMOVED_OPT_INS = "allow-="  # begins an override
 _STAMP = r"-\d{8}-\d{6}(-\d+)?$"  # of a run directory
 DEFAULT = "default"
 MOST_POINTS = 1000  # of an array under Slurm's default MaxArraySize 1001
@@ -137,13 +139,55 @@ def _folder_problem(name: object, folder: object) -> str | None:
 
 
 def _job_layer(path: Path, config_home: Path, problems: list[str]) -> Layer | None:
+    kind = _OTHER_FILES.get(path.suffix.lower()) if path.is_file() else None
+    if kind is not None:
+        problems.append(f"{name_of_file(path)}: {kind.format(data=shlex.quote(str(path)))}")
+        return None
     readable = _read_tree(path, problems, is_job=True)
     if readable is None:
         return None
     tree = dict(readable)
+    other = _other_trainer(tree)
+    if other is not None:
+        problems.append(f"{name_of_file(path)}: {other}")
+        return None
     if tree.pop("folders", None) is not None:
         problems.append(f"{name_of_file(path)}: folders belongs in {config_home / 'config.yaml'}, not in a job")
     return Layer(tree, name_of_file(path))
+
+
+_IS_DATA = "is data, not a job; shardwise init --model MODEL --data {data} writes a job"
+_OTHER_FILES = {
+    **dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".zst"), _IS_DATA),
+    **dict.fromkeys(
+        (".py", ".ipynb", ".sh"),
+        "is a script, not a job; shardwise plan MODEL plans for one (docs/guide/own-script.md), and "
+        "shardwise init --model MODEL --data FILE writes a job",
+    ),
+    ".safetensors": "is a file of weights, not a job; shardwise plan FOLDER plans for its model",
+}
+# Keys of a configuration, the first for the model, the second for the data, by trainer.
+_OTHER_TRAINERS = {
+    "Axolotl": ("base_model", "datasets", ("adapter", "sequence_len", "micro_batch_size", "sample_packing")),
+    "LLaMA-Factory": ("model_name_or_path", "dataset", ("stage", "finetuning_type", "cutoff_len", "template")),
+    "TRL": ("model_name_or_path", "dataset_name", ("trl_version", "max_length", "use_peft", "learning_rate")),
+}
+
+
+def _other_trainer(tree: Mapping[str, Any]) -> str | None:
+    """A sentence on a configuration of another trainer, with the command that writes the job for its model and data."""
+    for trainer, (model, data, further) in _OTHER_TRAINERS.items():
+        if model in tree and (data in tree or not tree.keys().isdisjoint(further)):
+            rows = tree.get(data)
+            first = rows[0] if isinstance(rows, list) and rows else rows
+            path = first.get("path") if isinstance(first, Mapping) else first
+            names = [
+                str(each) if isinstance(each, str) and each else name
+                for each, name in ((tree[model], "MODEL"), (path, "FILE"))
+            ]
+            command = shlex.join(["shardwise", "init", "--model", names[0], "--data", names[1]])
+            return f"is a configuration of {trainer}, not a job; {command} writes a job for its model and data"
+    return None
 
 
 def _read_tree(path: Path, problems: list[str], *, is_job: bool = False) -> Mapping[str, Any] | None:
@@ -166,7 +210,9 @@ def _override_layers(overrides: Sequence[str], problems: list[str]) -> list[Laye
     layers = []
     for override in overrides:
         try:
-            layers.append(Layer(read_override(override), COMMAND_LINE))
+            removes = override.startswith(REMOVED_OPT_INS)
+            tree = read_override(override.replace("-=", "=", 1) if removes else override)
+            layers.append(Layer(tree, COMMAND_LINE, opt_ins=Change.REMOVE if removes else Change.ADD))
         except InputError as error:
             problems.append(str(error))
     return layers

@@ -143,6 +143,9 @@ class ClusterRanks:
         is_reported = any(report.ending in failed for report in rank_reports(self._attempt_dir).values())
         return is_reported or any(ended.return_code for ended in self._ended.values())
 
+    def end_survivors(self) -> tuple[int, ...]:
+        return ()  # a machine whose launcher ended has named its rank
+
     def stopped(self) -> dict[str, ProcessRecord]:
         return {}  # the messages of a silence name those of other machines
 

@@ -45,7 +45,12 @@ from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Hardware, Host
 from shardwise.trainer.spec.job.sections import Allowance, DataFormat, Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
-from shardwise.trainer.spec.model.readers import admitted_types, read_model_shape, supported_model_types
+from shardwise.trainer.spec.model.readers import (
+    admitted_types,
+    config_positions,
+    read_model_shape,
+    supported_model_types,
+)
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
 from shardwise.trainer.spec.packages import KERNEL_PACKAGES
 from shardwise.trainer.spec.plan import Calibration, Fp8Gain, Plan, TrialResult
@@ -170,10 +175,24 @@ def read_model(
     model = read_model_config(
         resolved.job, cache_home=hub_home, only_plans=only_plans, prefers_table=only_plans and assumes_data
     )
+    positions = config_positions(model.config)
+    if positions is not None and positions < resolved.job.train.seq_len and "train.seq_len" not in resolved.sources:
+        resolved = _with_length(resolved, positions)
     if model.weights is not None and model.weights.quant is not None:  # no other method trains on them
         train = replace(resolved.job.train, method=Method.QLORA)
         resolved = replace(resolved, job=replace(resolved.job, train=train))
     return resolved, model, hub_home
+
+
+def _with_length(resolved: ResolvedJob, seq_len: int) -> ResolvedJob:
+    """The job with rows of all positions of its model, which has fewer than the default."""
+    train = replace(resolved.job.train, seq_len=seq_len)
+    return replace(
+        resolved,
+        job=replace(resolved.job, train=train),
+        tree={**resolved.tree, "train": {**resolved.tree["train"], "seq_len": seq_len}},
+        sources={**resolved.sources, "train.seq_len": "positions of the model"},
+    )
 
 
 def _read_nodes(

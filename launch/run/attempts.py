@@ -118,28 +118,57 @@ def _run_all(context: RunContext, *, resume: bool) -> RunOutcome:
         begin = Begin(time.monotonic(), _saved_step(run_dir) if may_resume else None)
         attempt_dir = prepare_attempt(plan, candidates[number], run_dir=run_dir, resume=may_resume)
         spending = LimitWatch(run_dir, plan, past.history, num_ranks=candidates[number].num_ranks)
-        end = _run_one(context, attempt_dir, past, spending)
+        end = _run_one(context, attempt_dir, past, spending, _started(context, attempt_dir))
         decision = _after(past, end, number, context)
         number = None if stop.kind is not None else decision.candidate
-        report = _run_report(end, decision, stop, run_dir)
-        past.history.append(attempt_record(end, report, attempt_dir, begin))
-        past.roll_backs += report.roll_backs
-        past.incidents += [*end.report.incidents, *spending.incidents(report)]
-        if end.fault is not None:
-            incident = incident_of(end, decision)
-            past.incidents.append(incident)
-            console.line(incident + _oom_note(plan, attempt_dir, end, decision))
-        report = msgspec.structs.replace(
-            report,
-            incidents=tuple(dict.fromkeys(past.incidents)),
-            roll_backs=tuple(past.roll_backs),
-            history=tuple(past.history),
-            attempts=len(past.history),
-            duration_s=sum(record.duration_s for record in past.history),
-            limit=spending.limit_of(report),
-        )
-        report = _write_report(run_dir, attempt_dir, report, console)
+        report = _concluded(context, attempt_dir, past, spending, begin, end, decision)
     return RunOutcome(ExitCode(report.exit_code), report, run_dir)
+
+
+def _concluded(
+    context: RunContext,
+    attempt_dir: Path,
+    past: "_History",
+    spending: LimitWatch,
+    begin: Begin,
+    end: AttemptEnd,
+    decision: Decision,
+) -> Report:
+    """The report of the run after an attempt, which is written."""
+    plan, run_dir, console, stop = context.plan, context.run_dir, context.console, context.stop
+    report = _run_report(end, decision, stop, run_dir)
+    past.history.append(attempt_record(end, report, attempt_dir, begin))
+    past.roll_backs += report.roll_backs
+    past.incidents += [*end.report.incidents, *spending.incidents(report)]
+    if end.fault is not None:
+        incident = incident_of(end, decision)
+        past.incidents.append(incident)
+        console.line(incident + _oom_note(plan, attempt_dir, end, decision))
+    report = msgspec.structs.replace(
+        report,
+        incidents=tuple(dict.fromkeys(past.incidents)),
+        roll_backs=tuple(past.roll_backs),
+        history=tuple(past.history),
+        attempts=len(past.history),
+        duration_s=sum(record.duration_s for record in past.history),
+        limit=spending.limit_of(report),
+    )
+    return _write_report(run_dir, attempt_dir, report, console)
+
+
+def watch_by_hand(context: RunContext, attempt_dir: Path, ranks: Ranks) -> Report:
+    """Does for an attempt whose ranks run already what a run does for those that it starts; none follows it."""
+    number = int(attempt_dir.name)
+    past = _History(history=[each for each in earlier_history(context.run_dir) if each.number != number])
+    chosen = codec.read(attempt_dir / "plan.json", Plan).chosen
+    spending = LimitWatch(context.run_dir, context.plan, past.history, num_ranks=chosen.num_ranks)
+    begin = Begin(time.monotonic(), _saved_step(context.run_dir) or None)
+    end = _run_one(context, attempt_dir, past, spending, contextlib.nullcontext(ranks))
+    if end.report.ending is Ending.PREEMPTED and context.stop.kind is None:  # torchrun sends TERM at Ctrl-C
+        is_queued = "SLURM_JOB_ID" in context.environment
+        context.stop.kind = StopKind.REQUEUE if is_queued else StopKind.INTERRUPT
+    decision = Decision(None, "the run was started by hand: not restarted; --resume continues it")
+    return _concluded(context, attempt_dir, past, spending, begin, end, decision)
 
 
 def _oom_note(plan: Plan, attempt_dir: Path, end: AttemptEnd, decision: Decision) -> str:
@@ -163,7 +192,13 @@ class _History:
     roll_backs: list[RollBack] = field(default_factory=list)
 
 
-def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: LimitWatch) -> AttemptEnd:
+def _run_one(
+    context: RunContext,
+    attempt_dir: Path,
+    past: _History,
+    spending: LimitWatch,
+    started: contextlib.AbstractContextManager[Ranks],
+) -> AttemptEnd:
     plan = codec.read(attempt_dir / "plan.json", Plan)
     progress = Progress(
         context.console,
@@ -192,7 +227,7 @@ def _run_one(context: RunContext, attempt_dir: Path, past: _History, spending: L
 
     with contextlib.ExitStack() as held:
         held.enter_context(progress.shown())
-        ranks = held.enter_context(_started(context, plan, attempt_dir))
+        ranks = held.enter_context(started)
         return watch_attempt(
             ranks,
             attempt_dir=attempt_dir,
@@ -211,8 +246,9 @@ def _stop_text(watchdog: Watchdog) -> str:
 
 
 @contextlib.contextmanager
-def _started(context: RunContext, plan: Plan, attempt_dir: Path) -> Iterator[Ranks]:
+def _started(context: RunContext, attempt_dir: Path) -> Iterator[Ranks]:
     """The ranks of an attempt, on this machine or on several; their resources are held until they have ended."""
+    plan = codec.read(attempt_dir / "plan.json", Plan)
     if plan.num_machines > 1:
         if context.cluster is None:
             raise EnvironmentFaultError(

@@ -286,6 +286,7 @@ class _Row(_Glance, gc=False):
     gpu_throttle: str | None = None
 
 
+_MOST_BITS = 63  # of a figure; no sum of larger ones is exact, and some cannot even become a float
 _ROW, _ANY = msgspec.json.Decoder(_Row), msgspec.json.Decoder()
 
 
@@ -296,7 +297,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         row: dict[str, Any] = _ANY.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return row
+    is_damaged = any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in row.values())
+    return None if is_damaged else row
 
 
 class ThinnedLines(NamedTuple):

@@ -269,6 +269,10 @@ def judge(files: RunFiles, liveness: Liveness, *, now_s: float) -> Judged:
         return Judged(RunState.UNKNOWN, f"supervised by {owner}, which cannot be seen from here{silence}")
     if not files.attempt:
         return Judged(RunState.NOT_STARTED, "no attempt was made, and nothing runs on this machine")
+    if files.phase is None and files.heartbeat_s is None:
+        attempt = files.run_dir / "attempts" / str(files.attempt)
+        command = f"accelerate launch --config_file {attempt}/accelerate.yaml -m shardwise.trainer {attempt}/plan.json"
+        return Judged(RunState.NOT_STARTED, f"prepared, and no rank has started; by hand: {command}")
     return Judged(RunState.LOST, "it left no report, and nothing of it runs on this machine")
 
 

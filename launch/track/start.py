@@ -96,8 +96,13 @@ def run_wandb_command(
         return WandbResult(problem=str(error))
 
 
-def tracker_order(plan: Plan, run_dir: Path, environment: Mapping[str, str]) -> TrackerOrder:
-    """The trackers of a plan; a trial has none. The points of a sweep are one group, named after its directory."""
+def tracker_order(
+    plan: Plan, run_dir: Path, environment: Mapping[str, str], *, first_attempt: int | None = None
+) -> TrackerOrder:
+    """The trackers of a plan from an attempt on, by default the next one; a trial has none.
+
+    The points of a sweep are one group, named after its directory.
+    """
     is_point = point_of(run_dir) is not None
     group = run_dir.absolute().parent.name if is_point else None
     name = plan.job.log.name or group or run_dir.name
@@ -105,7 +110,7 @@ def tracker_order(plan: Plan, run_dir: Path, environment: Mapping[str, str]) -> 
         name=f"{name} {run_dir.name}" if is_point else name,
         project=plan.job.log.project,
         group=group,
-        first_attempt=run_dirs.next_attempt(run_dir),
+        first_attempt=run_dirs.next_attempt(run_dir) if first_attempt is None else first_attempt,
     )
     if plan.is_trial:
         return plain
@@ -119,10 +124,17 @@ def tracker_order(plan: Plan, run_dir: Path, environment: Mapping[str, str]) -> 
 
 @contextmanager
 def running_trackers(
-    plan: Plan, *, run_dir: Path, console: Console, environment: Mapping[str, str], stop: "StopRequest"
+    plan: Plan,
+    *,
+    run_dir: Path,
+    console: Console,
+    environment: Mapping[str, str],
+    stop: "StopRequest",
+    first_attempt: int | None = None,
 ) -> Iterator["TrackerProcess"]:
     """The trackers of a run while its attempts run; they also receive an error that ends the run."""
-    trackers = TrackerProcess(tracker_order(plan, run_dir, environment), run_dir, console, environment)
+    order = tracker_order(plan, run_dir, environment, first_attempt=first_attempt)
+    trackers = TrackerProcess(order, run_dir, console, environment)
     try:
         yield trackers
     except BaseException as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.messages.rank_files import SUPERVISED
 from shardwise.trainer.spec.report import Ending, Report
 
 TIMEOUT_S = 300
@@ -20,7 +21,7 @@ ENDLESS = 100_000  # steps: more than a rank can run before it is stopped, howev
 def start_rank(plan_path: Path, *arguments: str, python: str | None = None) -> "subprocess.Popen[bytes]":
     """A rank in the background; what it prints goes to output.txt beside plan.json."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", SUPERVISED: "1"}
     argv = [python or sys.executable, "-m", "shardwise.trainer", str(plan_path), *arguments]
     with plan_path.with_name("output.txt").open("wb") as output:
         return subprocess.Popen(argv, env=environment, stdout=output, stderr=output)

@@ -25,7 +25,7 @@ from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import Disk, Hardware
-from shardwise.trainer.spec.job.sections import Allowance, Limits, NvmeLimit
+from shardwise.trainer.spec.job.sections import Allowance, DpoJob, GaloreJob, Limits, LoraJob, NvmeLimit
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
@@ -490,6 +490,19 @@ def test_the_table_shows_all_four_methods_and_takes_one() -> None:
         ({"data": data_of(seq_len=512, notes=("three rows were skipped",))}, "three rows were skipped"),
         ({"model": "1b", "spec": "8xH100-SXM5-80GB", "tokens_per_step": 4096}, "2 sequences for 8 ranks"),
         ({"spec": machine("8xH100-SXM5-80GB", ram_bytes=None)}, "host RAM of the nodes is unknown"),
+        (
+            {"job": job_of(seq_len=512, method=Method.FULL, lora=LoraJob(rank=8, dora=True))},
+            "train.lora.rank and train.lora.dora has no",
+        ),
+        (
+            {"job": job_of(seq_len=512, method=Method.LORA, galore=GaloreJob(rank=8))},
+            "train.galore.rank has no effect: the method is lora",
+        ),
+        (
+            {"job": job_of(seq_len=512, dpo=DpoJob(beta=0.3))},
+            "train.dpo.beta has no effect: these rows are no preferences",
+        ),
+        ({"job": job_of(seq_len=512, lr=1.0)}, "times the usual"),
     ],
 )
 def test_notes_say_what_a_reader_must_know(facts: dict[str, Any], words: str) -> None:

@@ -18,7 +18,7 @@ PASSED_ON = (
     signal.SIGWINCH,
 )  # fmt: skip
 COLD_FLAGS = "EISXVhisxb?"  # what only a new interpreter can do
-# Ranks ask for SIGKILL at the death of their parent, other programs for SIGTERM.
+# Ranks of a supervisor ask for SIGKILL at the death of their parent, other programs for SIGTERM.
 MODULES_TO_KILL = ("shardwise.trainer",)
 COLD_MODULES = ("shardwise.launch.track.process",)  # a fork has loaded wandb already, with the environment of others
 PR_SET_PDEATHSIG = 1
@@ -82,7 +82,8 @@ def main(address: str, python: str, arguments: list[str]) -> None:
                 posix.kill(posix.getpid(), number)
             execute(python, arguments)
         elif words[0] == b"with-parent":
-            die_with_parent(signal.SIGKILL if module_of(arguments) in MODULES_TO_KILL else signal.SIGTERM)
+            is_rank = module_of(arguments) in MODULES_TO_KILL and b"SHARDWISE_SUPERVISED" in posix.environ
+            die_with_parent(signal.SIGKILL if is_rank else signal.SIGTERM)
         elif words[0] == b"exit":
             end(int(words[1]))
     end(signal.SIGKILL)  # the warm process was killed, and everything that it forked with it

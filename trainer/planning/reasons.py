@@ -5,7 +5,7 @@ Notes are about the cost of row lengths and the certainty of a plan's figures.
 
 from collections.abc import Iterator, Sequence
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from shardwise.trainer.planning.candidates import (
     WISHED_HOURS,
@@ -19,7 +19,7 @@ from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
-from shardwise.trainer.planning.schedule import idle_run_warnings, padding_share, widths_at
+from shardwise.trainer.planning.schedule import default_rate, idle_run_warnings, padding_share, widths_at
 from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
 from shardwise.trainer.planning.search.choice import best_of, one_a_kind, seconds_of
 from shardwise.trainer.planning.search.configurations import (
@@ -33,12 +33,12 @@ from shardwise.trainer.planning.search.traced_blocks import kernel_warnings, tra
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.data.shapes import SHAPES, packing_note
+from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, packing_note
 from shardwise.trainer.spec.engines import Offload
-from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.job.sections import Allowance, Objective
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection, TrialResult
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Precision, Strategy
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 
@@ -141,6 +141,8 @@ def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
     """Cautions that every form of the plan shows: each costs the run its purpose, its time or its memory."""
     return (
         *(() if context.data is None else idle_run_warnings(context.job, context.data, context.schedule)),
+        *_unused_settings(context),
+        *_rate_warnings(context, chosen),
         *_packing_warnings(context),
         *kernel_warnings(context, chosen),
         *_time_warnings(context, chosen),
@@ -148,6 +150,45 @@ def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
         *_idle_warnings(context, chosen),
         *_update_warnings(context, chosen),
     )
+
+
+def _unused_settings(context: PlanningContext) -> Iterator[str]:
+    """Settings of sections that the method or the objective does not read."""
+    train, method = context.job.train, context.method
+    is_dpo = context.data is None or objective_of(train.objective, context.data.format) is Objective.DPO
+    for name, section, is_read, remedy in (
+        ("lora", train.lora, method.freezes_base, "train.method: lora uses it"),
+        ("galore", train.galore, method is Method.GALORE, "train.method: galore uses it"),
+        ("dpo", train.dpo, is_dpo, "preferences use it"),
+    ):
+        given = (
+            []
+            if is_read
+            else [each for each, value in asdict(section).items() if value != getattr(type(section)(), each)]
+        )
+        if given:
+            names = " and ".join(f"train.{name}.{each}" for each in given)
+            what = f"the method is {method}" if name != "dpo" else "these rows are no preferences"
+            yield f"{names} has no effect: {what}; {remedy}"
+
+
+FAR_RATE = 100  # times the usual rate, and more
+
+
+def _rate_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    job, data = context.job, context.data
+    usual = default_rate(
+        optimizer=chosen.strategy.optimizer,
+        method=context.method,
+        is_from_scratch=job.model.config is not None,
+        num_parameters=context.shape.num_parameters,
+        objective=Objective.PRETRAIN if data is None else objective_of(job.train.objective, data.format),
+    )
+    if job.train.lr is not None and job.train.lr >= FAR_RATE * usual.lr:
+        yield (
+            f"train.lr is {job.train.lr:g}, {job.train.lr / usual.lr:,.0f} times the usual {usual.lr:g}: the loss will "
+            "probably diverge; train.lr: auto is the usual rate"
+        )
 
 
 def _packing_warnings(context: PlanningContext) -> Iterator[str]:

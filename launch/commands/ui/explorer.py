@@ -247,9 +247,9 @@ def changed(form: Form, setting: str) -> Form:
     form = form._replace(take=options.take)
     for override in options.overrides:
         tree = read_override(override)
-        train, allow = tree.get("train", {}), tree.get("allow")
+        train = tree.get("train", {})
         form = form._replace(
-            method=train.get("method", form.method), allow=form.allow if allow is None else tuple(allow)
+            method=train.get("method", form.method), allow=tuple(dict.fromkeys((*form.allow, *tree.get("allow", ()))))
         )
     return form
 

@@ -114,6 +114,8 @@ class Runs:
             summary = self._read(name, path, started_s)
         except (OSError, ShardwiseError) as error:
             summary = Summary(name, started_s, problem=str(error))
+        except Exception as error:  # noqa: BLE001 - one run never blanks the list of all
+            summary = Summary(name, started_s, problem=f"unreadable: {type(error).__name__}: {error}")
         self._summaries[name] = (signature, summary)
         return summary
 

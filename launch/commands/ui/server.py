@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import BoundedSemaphore
+from socket import SHUT_RDWR
+from threading import BoundedSemaphore, Timer
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlencode, urlsplit
 
@@ -153,10 +153,25 @@ class _Request(BaseHTTPRequestHandler):
 
     server: UiServer
     server_version, sys_version = "shardwise", ""
-    timeout = _PATIENCE_S
+    timeout = _PATIENCE_S  # of one read
     error_content_type, error_message_format = "text/plain", "%(code)d %(message)s\n"
 
+    def setup(self) -> None:
+        super().setup()
+        self._deadline = Timer(_PATIENCE_S, self._give_up)  # of the whole request, which may come a byte at a time
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def finish(self) -> None:
+        self._deadline.cancel()
+        super().finish()
+
+    def _give_up(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(SHUT_RDWR)
+
     def do_GET(self) -> None:
+        self._deadline.cancel()
         reply = self._reply()
         content = redact(printable(reply.body)).encode()
         self.send_response(reply.status)
@@ -198,11 +213,10 @@ class _Request(BaseHTTPRequestHandler):
         return _reply_to(self.server.runs, parts.path, query)
 
     def _session(self) -> bytes:
-        try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie_name)
-        except CookieError:
-            return b""
-        return b"" if found is None else found.value.encode(errors="replace")
+        """The value of our cookie; those of other programs on this host, which may have any form, come along."""
+        cookies = (each.strip().partition("=") for each in ";".join(self.headers.get_all("Cookie", [])).split(";"))
+        own = (value for name, _, value in cookies if name == self.server.cookie_name)
+        return next(own, "").encode(errors="replace")
 
     def _admitted(self, path: str, query: dict[str, list[str]]) -> Reply:
         """The cookie for a valid token, and the same address without it.

@@ -140,6 +140,20 @@ def test_the_killed_rank_is_the_one_that_the_launcher_did_not_end(attempt: Path,
     assert killed_rank(attempt) == killed
 
 
+def test_a_lost_rank_is_killed_whatever_the_launcher_says(attempt: Path):
+    """Of ranks that a signal ended, the cause is one that was gone before the supervisor killed the others."""
+    end = end_of(attempt, return_code=None, lost_ranks=(1,))
+    assert (end.fault, end.is_final) == (Fault.KILLED, False) and "rank 1 ended without a report" in str(
+        end.report.error
+    )
+    listed = "  rank      : {0} (local_rank: {0})\n  exitcode  : -{1} (pid: 7{0})\n"
+    write_log(attempt, "launcher", listed.format(0, 9) + listed.format(1, 9))
+    end = end_of(attempt, lost_ranks=(1,), num_oom_kills=1)
+    assert (end.fault, end.report.error) == (
+        Fault.HOST_OUT_OF_MEMORY, "the kernel killed rank 1 for lack of host memory"
+    )  # fmt: skip
+
+
 def test_a_rank_that_exited_is_the_cause_also_where_the_launcher_saw_another_fail_first(attempt: Path):
     """torchrun looks every tenth of a second, and names the lowest of those that failed meanwhile."""
     listed = "  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 7{rank})\n"

@@ -124,6 +124,41 @@ def test_ranks_that_wait_for_one_out_of_memory_are_ended(attempt: Path, monkeypa
     assert not read_records(attempt / "pids")["rank-0"].is_alive
 
 
+# Two ranks of torchrun: the one named first kills itself, and the other does not react to TERM, as in a collective.
+PAIR = """
+import json, os, pathlib, signal, sys, time
+folder, killed, rank = pathlib.Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: None)
+start = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+(folder / f"rank-{rank}.json").write_text(json.dumps({"pid": os.getpid(), "start_time": start}))
+while len(list(folder.glob("rank-*.json"))) < 2:
+    time.sleep(0.02)
+if rank == killed:
+    os.kill(os.getpid(), int(sys.argv[3]))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSEGV)])
+def test_a_lost_rank_is_named_with_its_signal_though_another_does_not_react(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, rank: int, number: signal.Signals
+):
+    monkeypatch.setattr("shardwise.launch.attempt.supervisor.END_GRACE_S", 0.5)
+    script = attempt.parent.parent / "pair.py"
+    script.write_text(PAIR)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)]
+    (attempt / "pids").mkdir()
+    ranks = supervision.LocalRanks(
+        [*argv, str(attempt / "pids"), str(rank), str(int(number))], attempt_dir=attempt, environment=os.environ
+    )
+    end = supervision.watch_attempt(
+        ranks, attempt_dir=attempt, stop=StopRequest(), on_tick=lambda: None, on_notice=print,
+        watchdog=Watchdog(attempt, num_ranks=2),
+    )  # fmt: skip
+    assert (end.fault, end.report.error) == (Fault.KILLED, f"rank {rank} was killed by {number.name}")
+    assert not any(record.is_alive for record in read_records(attempt / "pids").values())
+
+
 def test_a_rank_that_falls_silent_is_named_with_where_it_stands_and_ended(attempt: Path):
     now = [0.0]
 

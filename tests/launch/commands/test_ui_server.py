@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "good", plan=plan)
     write_run(folder / "failed", plan=plan, report=report_for(plan, error=f"could not push with {SECRET}"))
     write_run(folder / HOSTILE, plan=plan, rows=[{"step": 1, "loss": "<b>1</b>", "lr": [], "step_s": {}}] * 3)
+    write_run(folder / "large", plan=plan, rows=[{"step": 10**400, "loss": 1.0, "attempt": 1}] * 3)
     os.mkfifo(write_run(folder / "fifo", plan=plan, rows=[]) / "pipe")
     (folder / "fifo" / "metrics.jsonl").unlink()
     (folder / "fifo" / "pipe").rename(folder / "fifo" / "metrics.jsonl")
@@ -158,6 +160,34 @@ def test_what_files_hold_is_shown_as_text_without_secrets(server: UiServer, fold
     for path in ("/run?name=failed", "/api/run?name=failed"):
         text = ask(server, path).text
         assert SECRET not in text and "[redacted]" in text
+
+
+@pytest.mark.parametrize("other", ["theme=dark mode", 'state={"a": 1}', "flag", "ключ=1", 'open="', "a=b=c", "\x01"])
+def test_cookies_of_other_programs_on_this_host_lock_nobody_out(server: UiServer, other: str):
+    own = f"{server.cookie_name}={server.session}"
+    for cookies in (f"{other}; {own}", f"{own}; {other}"):
+        headers = {"Cookie": cookies.encode().decode("latin-1")}
+        assert ask(server, "/", cookie=False, **headers).status == 200
+    assert (
+        ask(server, "/", cookie=False, Cookie=f"{other}; {server.cookie_name}=x".encode().decode("latin-1")).status
+        == 403
+    )
+
+
+def test_clients_that_send_a_byte_at_a_time_leave_room_for_others(server: UiServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shardwise.launch.commands.ui.server._PATIENCE_S", 0.5)
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port))) for _ in range(32)]
+        deadline = time.monotonic() + 20
+        while slow and time.monotonic() < deadline:
+            for each in list(slow):
+                try:
+                    each.sendall(b"G")
+                except OSError:
+                    slow.remove(each)
+            time.sleep(0.02)
+        assert not slow, "each is closed though none was silent for long"
+        assert ask(server, "/").status == 200
 
 
 def test_connections_above_the_limit_are_closed(server: UiServer):

@@ -134,6 +134,32 @@ def test_every_problem_of_every_layer_is_shown_at_once(workplace):
         assert_names(line, *facts)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "facts"),
+    [
+        ("chats.jsonl", '{"messages": []}\n', ("is data", "init --model MODEL --data ")),
+        ("my rows.csv", "a,b\n", ("is data", "my rows.csv' writes")),
+        ("train.py", "import torch\n", ("is a script", "plan MODEL")),
+        ("run.ipynb", "{}", ("is a script",)),
+        ("model.safetensors", "x", ("weights", "plan FOLDER")),
+        (
+            "axolotl.yml", "base_model: org/m\nadapter: lora\ndatasets:\n  - path: org/d\n    type: alpaca\n",
+            ("Axolotl", "shardwise init --model org/m --data org/d "),
+        ),
+        (
+            "lf.yaml", "model_name_or_path: org/m\nstage: sft\ndataset: a b\ncutoff_len: 2048\n",
+            ("LLaMA-Factory", "--data 'a b' "),
+        ),
+        ("trl.yaml", "model_name_or_path: [1]\ndataset_name: org/d\n", ("TRL", "--model MODEL --data org/d")),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_job_is_recognised_in_one_line(workplace, name, content, facts):
+    workplace.job = workplace.folder / name
+    workplace.job.write_text(content)
+    (line,) = workplace.problems()
+    assert_names(line, workplace.job, *facts)
+
+
 OVERRIDES = [
     ("train.lr=1e-4", "train", "lr", 1e-4),
     ("train.steps=1k", "train", "steps", 1000),
@@ -145,7 +171,9 @@ OVERRIDES = [
     ("output=runs/a #b: c", None, "output", "runs/a #b: c"),
     ('output="quoted"', None, "output", "quoted"),
     ("data.fields.prompt=question", "data", "fields", {"prompt": "question"}),
-    ("allow=[fp8, compile]", None, "allow", ("fp8", "compile")),
+    ("allow=[fp8, compile]", None, "allow", ("offload_cpu", "fp8", "compile")),
+    ("allow=[]", None, "allow", ()),
+    ("allow-=[offload_cpu, fp8]", None, "allow", ()),
     ("checkpoint.every=20 min", "checkpoint", "every", Every(seconds=1200.0)),
     ("train={seq_len: 4096}", "train", "seq_len", 4096),
 ]

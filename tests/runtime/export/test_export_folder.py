@@ -1,5 +1,6 @@
 """Libraries that saving a model loads, and the state after it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,17 @@ def test_the_files_are_those_of_transformers(tmp_path):
     ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_exported_files_have_the_modes_of_the_umask(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        with staged(tmp_path / "export") as folder:
+            save_model(tiny_llama(), folder)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "export").iterdir()} == {0o666 & ~umask}
 
 
 def test_an_export_that_fails_leaves_the_older_one_as_it_was(tmp_path):

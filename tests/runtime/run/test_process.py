@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.launch.rundir.process_record import launcher_record, read_state, record_of, write_record
 from shardwise.trainer.runtime.run.process import install_stop_flag
+from shardwise.trainer.spec.messages.rank_files import SUPERVISED
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +32,14 @@ def test_a_request_to_stop_is_noted_and_ends_nothing(number: signal.Signals):
     assert flag.is_set and not received
 
 
-def test_ctrl_c_is_left_to_the_supervisor():
+@pytest.mark.parametrize("is_supervised", [True, False])
+def test_ctrl_c_is_left_to_the_supervisor_if_there_is_one(is_supervised: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(SUPERVISED, raising=False)
+    if is_supervised:
+        monkeypatch.setenv(SUPERVISED, "1")
     flag = install_stop_flag()
     os.kill(os.getpid(), signal.SIGINT)
-    assert not flag.is_set
+    assert flag.is_set is not is_supervised
 
 
 def test_a_rank_ends_at_its_start_if_its_launcher_has_ended_also_where_no_process_waited_for_it(tmp_path: Path):

@@ -12,7 +12,8 @@ from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import BY_PATH, FIELDS, SECTIONS, children, job_tree
 from shardwise.trainer.spec.job.kinds import Every, Warmup, shown
-from shardwise.trainer.spec.job.reading import OTHER_NAMES, Layer, read_job, read_layers
+from shardwise.trainer.spec.job.other_names import OTHER_NAMES
+from shardwise.trainer.spec.job.reading import Change, Layer, read_job, read_layers, read_value
 from shardwise.trainer.spec.job.sections import (
     Allowance,
     CheckpointJob,
@@ -289,8 +290,12 @@ def test_every_field_of_the_value_is_a_setting_or_a_section_and_every_alias_lead
         filled += [path.rpartition(".")[2] for path in inside]
         assert sorted(filled) == sorted(kind.__struct_fields__), section
     assert len(BY_PATH) == len(FIELDS)
-    assert len(OTHER_NAMES) == sum(len(entry.aliases) for entry in FIELDS)
-    assert not OTHER_NAMES.keys() & BY_PATH.keys() and set(OTHER_NAMES.values()) <= set(BY_PATH)
+    assert not OTHER_NAMES.keys() & BY_PATH.keys()
+    for meant in set(OTHER_NAMES.values()):
+        path, _, value = meant.partition("=")
+        assert path in BY_PATH
+        if value:
+            read_value(BY_PATH[path], [value.strip("[]")] if value.startswith("[") else value)
 
 
 @given(st.floats(min_value=1e-3, max_value=99.9), st.floats(min_value=1e-3, max_value=1e7, allow_nan=False))
@@ -339,6 +344,24 @@ def test_a_later_layer_replaces_the_setting_it_excludes(below, above, gone, stay
     assert value_of(reading.job, gone) is None
     assert value_of(reading.job, stays) is not None
     assert gone not in reading.sources
+
+
+@pytest.mark.parametrize(
+    ("stated", "change", "named", "allowed"),
+    [
+        (None, Change.ADD, ["fp8"], ("offload_cpu", "fp8")),
+        ([], Change.ADD, ["fp8"], ("fp8",)),
+        (["fp8", "compile"], Change.ADD, ["tf32", "fp8"], ("fp8", "compile", "tf32")),
+        (["fp8"], Change.ADD, [], ()),
+        (None, Change.REMOVE, ["offload_cpu"], ()),
+        (["fp8", "compile"], Change.REMOVE, ["fp8", "tf32"], ("compile",)),
+        (["fp8"], Change.REPLACE, ["tf32"], ("tf32",)),
+    ],
+)
+def test_opt_ins_of_the_command_line_add_to_those_of_the_job_or_take_away(stated, change, named, allowed):
+    job = Layer(tree() if stated is None else tree(allow=stated), "job.yaml")
+    reading = read_layers([job, Layer({"allow": named}, "command line", opt_ins=change)], origin="job.yaml")
+    assert reading.job.allow == allowed and reading.sources["allow"] == "command line"
 
 
 def test_columns_of_two_layers_are_laid_together():

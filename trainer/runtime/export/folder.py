@@ -106,6 +106,10 @@ def staged(out: Path) -> Iterator[Path]:
     try:
         staging.mkdir(parents=True)
         yield staging
+        mode = staging.stat().st_mode & 0o666  # what the umask leaves; safetensors writes files for their owner alone
+        for path in staging.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                path.chmod(mode)
         if out.exists():
             shutil.rmtree(out)
         staging.rename(out)

@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from typing import TypeVar
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
+from shardwise.trainer.spec.messages.rank_files import READY, SUPERVISED
 from shardwise.trainer.spec.value import Value
 
 _PR_SET_PDEATHSIG = 1
@@ -34,6 +36,7 @@ _STDERR = 2  # a descriptor, which may become the log's
 _OOM_SCORE = 500  # of 1000, added to the share of the RAM that a process holds
 _STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 _CLEANING_S = 5  # after TERM
+_COMPANION_S = 120.0  # for trackers to send what they have
 
 
 class StopFlag:
@@ -41,10 +44,13 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.is_set = False
+        self.companion: Companion | None = None  # gets Ctrl-C as well
 
-    def note(self, _number: int, _frame: object) -> None:
+    def note(self, number: int, _frame: object) -> None:
         """Signal handler: only sets the flag."""
         self.is_set = True
+        if number == signal.SIGINT and self.companion is not None:
+            self.companion.interrupt()
 
 
 def end_with_parent() -> None:
@@ -73,12 +79,17 @@ def world_size_of_launch() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_supervised() -> bool:
+    """True if a supervisor started this rank; false of a start by hand."""
+    return SUPERVISED in os.environ
+
+
 def install_stop_flag() -> StopFlag:
-    """Makes USR1 and TERM requests to stop cleanly; only the supervisor handles Ctrl-C."""
+    """Makes USR1 and TERM requests to stop cleanly, and Ctrl-C if no supervisor handles it."""
     flag = StopFlag()
     for number in _STOP_SIGNALS:
         signal.signal(number, flag.note)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if is_supervised() else flag.note)
     return flag
 
 
@@ -95,11 +106,45 @@ def volunteer_for_oom_kill() -> None:
 
 
 def die_with_launcher(attempt_dir: Path) -> None:
-    """Makes the kernel end this process when the launcher ends; ends it now if the launcher has ended already."""
+    """Makes the kernel end this process when the launcher ends; ends it now if the launcher has ended already.
+
+    A launcher by hand ends at Ctrl-C, and its ranks then stop with a checkpoint.
+    """
     launcher = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    number = signal.SIGKILL if is_supervised() else signal.SIGTERM
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != launcher or _recorded_launcher_has_ended(attempt_dir):
         sys.exit("the launcher of this rank has ended")
+
+
+class Companion:
+    """A process for ranks that were started by hand: it does what a supervisor does for them.
+
+    It holds the run directory, prints the course, runs the trackers, passes stop requests on and writes the report of
+    the run. Rank 0 starts it, and waits for it at its end.
+    """
+
+    def __init__(self, attempt_dir: Path) -> None:
+        """Starts it and waits until it holds the run directory; EnvironmentFaultError with the reason if it cannot."""
+        own, theirs = os.pipe()
+        argv = [sys.executable, "-m", "shardwise.launch.run.by_hand", str(attempt_dir), str(os.getppid()), str(theirs)]
+        # In a session of its own: torchrun signals the whole group of a rank.
+        self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=(theirs,), start_new_session=True)
+        os.close(theirs)
+        with open(own, encoding="utf-8") as stream:  # noqa: PTH123  # a descriptor
+            line = stream.readline()
+        reply = json.loads(line) if line else "the process that watches this run could not be started"
+        if reply != READY:
+            raise EnvironmentFaultError(reply)
+
+    def interrupt(self) -> None:
+        """Passes a Ctrl-C on, the second of which ends the run at once."""
+        self._process.send_signal(signal.SIGINT)
+
+    def wait(self) -> None:
+        """Waits until it has reported the end of the run."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_COMPANION_S)
 
 
 @contextmanager
@@ -117,11 +162,18 @@ def importing_libraries() -> Iterator[None]:
 
 
 def write_pid_record(attempt_dir: Path, *, rank: int) -> None:
-    """Registers this rank: pid and start time, because another process may have the same pid later."""
-    folder = attempt_dir / "pids"
-    folder.mkdir(parents=True, exist_ok=True)
+    """Registers this rank: pid and start time, because another process may have the same pid later.
+
+    EnvironmentFaultError names a rank of this attempt that runs already.
+    """
+    path = attempt_dir / "pids" / f"rank-{rank}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        before = json.loads(path.read_text())
+        if before["pid"] != os.getpid() and _start_time(int(before["pid"])) == before["start_time"]:
+            raise EnvironmentFaultError(f"{attempt_dir}: runs already: its rank {rank} is process {before['pid']}")
     record = {"pid": os.getpid(), "start_time": _start_time(os.getpid()), "rank": rank}
-    codec.write_bytes(folder / f"rank-{rank}.json", json.dumps(record).encode())
+    codec.write_bytes(path, json.dumps(record).encode())
 
 
 def redirect_output(log_dir: Path, *, rank: int) -> None:

@@ -23,7 +23,6 @@ class Field(Struct, frozen=True):
     kind: Kind
     description: str
     attributes: tuple[str, ...]  # fields of the section's value that it fills; the kind reads a tuple if several
-    aliases: tuple[str, ...]
 
 
 def _members(section: str, value: type[Value]) -> Iterator[Field | tuple[str, type[Value]]]:
@@ -37,7 +36,6 @@ def _members(section: str, value: type[Value]) -> Iterator[Field | tuple[str, ty
                 kind=_kind(annotation.__origin__, setting),
                 description=setting.description,
                 attributes=(name, *setting.further_fields),
-                aliases=setting.aliases,
             )
         if isinstance(annotation, type) and issubclass(annotation, Value):
             yield from _members(prefix + name, annotation)

@@ -60,7 +60,6 @@ class Setting(Struct, frozen=True):
     none: NoneSpelling = "null"  # spelling of None, if the type admits it
     name: str = ""  # in the file, if it is not the field's own
     further_fields: tuple[str, ...] = ()  # of the same value, if the setting fills several
-    aliases: tuple[str, ...] = ()  # names of this setting in other trainers, for "did you mean"
 
 
 class Every(Value, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ sees values only: a written default, as in the resolved job.yaml, changes nothin
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct
@@ -25,12 +26,18 @@ from shardwise.trainer.spec.engines import Offload, Sharding, shardings_with
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, children
 from shardwise.trainer.spec.job.kinds import HintError, nearest, one_of, shown
-from shardwise.trainer.spec.job.sections import BadRows, DataFormat, Job, LossOn, Objective
+from shardwise.trainer.spec.job.other_names import OTHER_NAMES
+from shardwise.trainer.spec.job.sections import Allowance, BadRows, DataFormat, Job, LossOn, Objective
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
-# Names of settings in other trainers; an unknown key is looked up here first.
-OTHER_NAMES: Mapping[str, str] = {alias: entry.path for entry in FIELDS for alias in entry.aliases}
+
+class Change(StrEnum):
+    """What the opt-ins (`allow`) of a layer do to those below it."""
+
+    REPLACE = "replace"
+    ADD = "add"  # an empty list replaces all the same: it allows nothing
+    REMOVE = "remove"
 
 
 class Layer(Struct, frozen=True):
@@ -39,6 +46,7 @@ class Layer(Struct, frozen=True):
     tree: Mapping[str, Any]
     origin: str
     allowed: tuple[str, ...] | None = None
+    opt_ins: Change = Change.REPLACE
 
 
 class JobReading(Struct, frozen=True):
@@ -76,7 +84,7 @@ def read_layers(layers: Sequence[Layer], *, origin: str, checks_clashes: bool = 
         _walk(layer.tree, "", layer, found)
         problems += [f"{layer.origin}: {problem}" for problem in found.problems]
         unreadable |= found.unreadable
-        _lay_over(values, sources, found.values, layer.origin)
+        _lay_over(values, sources, found.values, layer)
     job = _build(values)
     for clash in CLASHES if checks_clashes else ():
         if not unreadable.intersection(clash.paths) and (sentence := clash.sentence(job)):
@@ -105,8 +113,8 @@ def _walk(tree: Mapping[Any, Any], section: str, layer: Layer, found: _Found) ->
         if not isinstance(key, str) or not key or "." in key:
             found.problems.append(_odd_key(key, path))
         elif path not in BY_PATH and path not in SECTIONS:
-            meant = _meant(section, key)
-            found.unreadable.update(_settings_in(meant) if meant else ())
+            meant = meant_setting(section, key)
+            found.unreadable.update(_settings_in(meant.partition("=")[0]) if meant else ())
             found.problems.append(_unknown(path, section, meant))
         elif layer.allowed is not None and not _is_allowed(path, layer.allowed):
             found.problems.append(f"{path} belongs in a job file; this file may hold {', '.join(layer.allowed)}")
@@ -148,8 +156,8 @@ def _unknown(path: str, section: str, meant: str | None) -> str:
     return f"{named} is not a setting; {section or 'a job'} has {', '.join(_names(children(section)))}"
 
 
-def _meant(section: str, name: str) -> str | None:
-    """The setting that was probably meant: by its name in another trainer, among siblings, or elsewhere."""
+def meant_setting(section: str, name: str) -> str | None:
+    """The setting that was probably meant, or with its value: by its name elsewhere, among siblings, or anywhere."""
     if name.lower() in OTHER_NAMES:
         return OTHER_NAMES[name.lower()]
     siblings = {path.rpartition(".")[2]: path for path in children(section)}
@@ -169,7 +177,8 @@ def _names(paths: Sequence[str]) -> Iterator[str]:
     return (path.rpartition(".")[2] for path in paths)
 
 
-def _lay_over(values: dict[str, Any], sources: dict[str, str], upper: Mapping[str, Any], origin: str) -> None:
+def _lay_over(values: dict[str, Any], sources: dict[str, str], upper: Mapping[str, Any], layer: Layer) -> None:
+    below = values.get("allow", Job().allow)
     for group in EXCLUSIVE:
         if any(upper.get(path) is not None for path in group):
             for path in group:
@@ -178,7 +187,15 @@ def _lay_over(values: dict[str, Any], sources: dict[str, str], upper: Mapping[st
     for path, value in upper.items():
         is_mapping = isinstance(value, dict) and path in values
         values[path] = {**values[path], **value} if is_mapping else value
-        sources[path] = origin
+        sources[path] = layer.origin
+        if path == "allow":
+            values[path] = _opt_ins(below, value, layer.opt_ins)
+
+
+def _opt_ins(below: tuple[Allowance, ...], named: tuple[Allowance, ...], change: Change) -> tuple[Allowance, ...]:
+    if change is Change.REMOVE:
+        return tuple(each for each in below if each not in named)
+    return tuple(dict.fromkeys((*below, *named))) if change is Change.ADD and named else named
 
 
 def _build(values: Mapping[str, Any]) -> Job:

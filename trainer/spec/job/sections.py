@@ -127,7 +127,6 @@ class ModelJob(Value, frozen=True, kw_only=True):
         Setting(
             "Weights to start from: a hub id, a folder or a preset that names published weights.",
             text("a hub id, a folder or a preset"),
-            aliases=("model_name_or_path",),
         ),
     ] = None
     config: Annotated[
@@ -170,9 +169,7 @@ class DataJob(Value, frozen=True, kw_only=True):
     train: Annotated[
         tuple[DataSource, ...],
         Setting(
-            "Rows to learn, by weight; `python-stdlib` is the source text of Python's standard library.",
-            sources(),
-            aliases=("dataset",),
+            "Rows to learn, by weight; `python-stdlib` is the source text of Python's standard library.", sources()
         ),
     ] = ()
     # `data.eval` fills four fields; all are None if evaluation is off.
@@ -216,10 +213,8 @@ class DataJob(Value, frozen=True, kw_only=True):
 class LoraJob(Value, frozen=True, kw_only=True, cache_hash=True):
     """Low-rank adapters."""
 
-    rank: Annotated[int, Setting("Rank of the adapters.", whole(minimum=1), aliases=("lora_r",))] = 16
-    alpha: Annotated[
-        float, Setting("Scale of the adapters: alpha / rank.", number(above=0), aliases=("lora_alpha",))
-    ] = 32.0
+    rank: Annotated[int, Setting("Rank of the adapters.", whole(minimum=1))] = 16
+    alpha: Annotated[float, Setting("Scale of the adapters: alpha / rank.", number(above=0))] = 32.0
     dropout: Annotated[float, Setting("Dropout in front of the adapters.", number(minimum=0, below=1))] = 0.0
     targets: Annotated[
         tuple[str, ...],
@@ -262,7 +257,7 @@ class TrainJob(Value, frozen=True, kw_only=True):
     ] = None
     seq_len: Annotated[
         int,
-        Setting("Longest row, in tokens.", whole("a number of tokens", minimum=8), aliases=("max_seq_length",)),
+        Setting("Longest row, in tokens.", whole("a number of tokens", minimum=8)),
     ] = 2048
     tokens_per_step: Annotated[
         int | None,
@@ -270,7 +265,6 @@ class TrainJob(Value, frozen=True, kw_only=True):
             "The global batch, in tokens, never changed to save memory; `auto` depends on the data and the objective.",
             whole("a number of tokens", minimum=8),
             none="auto",
-            aliases=("batch_size", "gradient_accumulation_steps"),
         ),
     ] = None
     # At most one of epochs, steps and tokens is set.
@@ -280,39 +274,28 @@ class TrainJob(Value, frozen=True, kw_only=True):
             "Passes over the data, or `steps`, or `tokens`; `auto` is 1, and up to 4 of few data.",
             number(above=0),
             none="auto",
-            aliases=("num_train_epochs",),
         ),
     ] = None
     steps: Annotated[
         int | None,
-        Setting("Optimizer steps, instead of `epochs`.", whole("a number of steps", minimum=1), aliases=("max_steps",)),
+        Setting("Optimizer steps, instead of `epochs`.", whole("a number of steps", minimum=1)),
     ] = None
     tokens: Annotated[
         int | None, Setting("Tokens to learn, instead of `epochs`.", whole("a number of tokens", minimum=1))
     ] = None
     lr: Annotated[
         float | None,
-        Setting(
-            "Peak learning rate; `auto` depends on method and size.",
-            number(above=0, maximum=10),
-            none="auto",
-            aliases=("learning_rate",),
-        ),
+        Setting("Peak learning rate; `auto` depends on method and size.", number(above=0, maximum=10), none="auto"),
     ] = None
-    schedule: Annotated[LrSchedule, Setting("Learning rate after warmup.", aliases=("lr_scheduler_type",))] = (
-        LrSchedule.COSINE
-    )
+    schedule: Annotated[LrSchedule, Setting("Learning rate after warmup.")] = LrSchedule.COSINE
     warmup: Annotated[
         Warmup | None,
         Setting(
-            "Part of the run in which the rate rises; `auto` is 3%, and 10% for dpo.",
-            warmup_length(),
-            none="auto",
-            aliases=("warmup_steps", "warmup_ratio"),
+            "Part of the run in which the rate rises; `auto` is 3%, and 10% for dpo.", warmup_length(), none="auto"
         ),
     ] = None
     weight_decay: Annotated[float, Setting("Decoupled weight decay, on matrices.", number(minimum=0, maximum=10))] = 0.1
-    clip: Annotated[float, Setting("Largest norm of the gradient.", number(above=0), aliases=("max_grad_norm",))] = 1.0
+    clip: Annotated[float, Setting("Largest norm of the gradient.", number(above=0))] = 1.0
     skip_spikes: Annotated[
         bool, Setting("Skips a step whose loss or gradient norm is 6 standard deviations above the last 128 steps.")
     ] = False
@@ -368,7 +351,7 @@ class Pin(Value, frozen=True, kw_only=True):
 
     sharding: Annotated[
         Sharding | None,
-        Setting("Distribution of the model state over the ranks.", none="auto", aliases=("deepspeed", "zero_stage")),
+        Setting("Distribution of the model state over the ranks.", none="auto"),
     ] = None
     shard_group: Annotated[
         int | None,
@@ -379,17 +362,15 @@ class Pin(Value, frozen=True, kw_only=True):
         ),
     ] = None
     offload: Annotated[Offload | None, Setting("State that is held in host RAM or on NVMe.", none="auto")] = None
-    optimizer: Annotated[
-        Optimizer | None, Setting("The update rule and its implementation.", none="auto", aliases=("optim",))
-    ] = None
+    optimizer: Annotated[Optimizer | None, Setting("The update rule and its implementation.", none="auto")] = None
     precision: Annotated[
         Precision | None,
-        Setting("Precision of weights and computation.", none="auto", aliases=("mixed_precision", "bf16", "fp16")),
+        Setting("Precision of weights and computation.", none="auto"),
     ] = None
     fp8_recipe: Annotated[Fp8Recipe | None, Setting("Computation of the FP8 scales.", none="auto")] = None
     checkpointing: Annotated[
         Checkpointing | None,
-        Setting("Activations that are recomputed.", none="auto", aliases=("gradient_checkpointing",)),
+        Setting("Activations that are recomputed.", none="auto"),
     ] = None
     checkpointing_n: Annotated[
         int | None,
@@ -406,12 +387,7 @@ class Pin(Value, frozen=True, kw_only=True):
     loss: Annotated[LossHead | None, Setting("Part of the logits that is in memory at one time.", none="auto")] = None
     micro_batch: Annotated[
         int | None,
-        Setting(
-            "Sequences in one forward pass of one rank.",
-            whole("a number of sequences", minimum=1),
-            none="auto",
-            aliases=("per_device_train_batch_size",),
-        ),
+        Setting("Sequences in one forward pass of one rank.", whole("a number of sequences", minimum=1), none="auto"),
     ] = None
     compile: Annotated[bool | None, Setting("torch.compile, block by block.", none="auto")] = None
     fused_kernels: Annotated[
@@ -427,15 +403,11 @@ class CheckpointJob(Value, frozen=True, kw_only=True):
 
     every: Annotated[
         Every | None,
-        Setting("Between two saved states.", interval(allows_time=True), none="auto", aliases=("save_steps",)),
+        Setting("Between two saved states.", interval(allows_time=True), none="auto"),
     ] = None
     keep: Annotated[
         int,
-        Setting(
-            "Number of newest checkpoints that are retained.",
-            whole("a number of checkpoints", minimum=1),
-            aliases=("save_total_limit",),
-        ),
+        Setting("Number of newest checkpoints that are retained.", whole("a number of checkpoints", minimum=1)),
     ] = 3
     keep_every: Annotated[
         Every | None,
@@ -452,12 +424,7 @@ class EvalJob(Value, frozen=True, kw_only=True):
 
     every: Annotated[
         Every | None,
-        Setting(
-            "Between two scores of the held-out rows.",
-            interval(allows_time=False),
-            none="auto",
-            aliases=("eval_steps",),
-        ),
+        Setting("Between two scores of the held-out rows.", interval(allows_time=False), none="auto"),
     ] = None
     early_stop: Annotated[
         int | None,
@@ -470,7 +437,7 @@ class EvalJob(Value, frozen=True, kw_only=True):
 class LogJob(Value, frozen=True, kw_only=True):
     """Destinations of metrics."""
 
-    wandb: Annotated[WandbMode, Setting("Use of Weights & Biases.", aliases=("report_to",))] = WandbMode.OFF
+    wandb: Annotated[WandbMode, Setting("Use of Weights & Biases.")] = WandbMode.OFF
     project: Annotated[str, Setting("Project of Weights & Biases.", text("a name"))] = "shardwise"
     name: Annotated[str | None, Setting("Name of the run there; null is the run directory's.", text("a name"))] = None
     tensorboard: Annotated[bool, Setting("Writes TensorBoard files into the run directory.")] = False
@@ -479,7 +446,6 @@ class LogJob(Value, frozen=True, kw_only=True):
         Setting(
             "Between two lines of metrics.jsonl; the first, the last, scored and skipped steps always have one.",
             interval(allows_time=False),
-            aliases=("logging_steps",),
         ),
     ] = Every(steps=1)
     notify: Annotated[
@@ -587,11 +553,7 @@ class Job(Value, frozen=True, kw_only=True):
     ] = None
     output: Annotated[
         str | None,
-        Setting(
-            "Prefix of the run directories; null is runs/ and the job file's name.",
-            text("a path"),
-            aliases=("output_dir",),
-        ),
+        Setting("Prefix of the run directories; null is runs/ and the job file's name.", text("a path")),
     ] = None
     price_per_gpu_hour: Annotated[
         float | None, Setting("Price of one GPU for an hour, in your currency.", number(above=0))

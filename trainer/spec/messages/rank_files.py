@@ -75,6 +75,8 @@ def read_heartbeat(attempt_dir: Path, rank: int) -> Heartbeat | None:
         return None
 
 
+SUPERVISED = "SHARDWISE_SUPERVISED"  # a variable of the environment: ranks of a supervisor have it, by hand none
+READY = "ready"  # of the process that watches a run by hand, once it holds the run directory
 REPORT_ROOM_BYTES = 128 * 1024
 
 

@@ -1,0 +1,84 @@
+"""A run that is started with `accelerate launch` by hand is a run: every command finds it, and its end is reported."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics, wait_for
+
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.report import Ending, Report
+
+TWO = ("--hardware", "2xCPU", "pin.sharding=ddp")
+RANKS = [(), pytest.param(TWO, marks=[pytest.mark.long, pytest.mark.kills])]
+
+
+def command_of(attempt: Path) -> list[str | Path]:
+    launcher = Path(sys.executable).with_name("accelerate")
+    return [launcher, "launch", "--config_file", attempt / "accelerate.yaml",
+            "-m", "shardwise.trainer", attempt / "plan.json"]  # fmt: skip
+
+
+def start(place: Workplace, run: Path, number: int) -> "subprocess.Popen[bytes]":
+    """The launcher of a prepared attempt, once a step of it is done; its output goes to FOLDER/hand.log."""
+    steps = 0 if number == 1 else max(read_metrics(run))
+    with (place.folder / "hand.log").open("ab") as output:
+        process = subprocess.Popen(
+            command_of(run / "attempts" / str(number)), cwd=place.folder, env=place.environment,
+            stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    wait_for(lambda: (run / "metrics.jsonl").exists() and max(read_metrics(run), default=0) > steps, "a step", process)
+    return process
+
+
+def status(place: Workplace, run: Path) -> str:
+    return place.run("status", run).stdout
+
+
+def report_of(run: Path) -> Report:
+    return codec.read(run / "report.json", Report)
+
+
+@pytest.mark.parametrize("words", RANKS, ids=["one rank", "two ranks"])
+def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: Path, words: tuple[str, ...]):
+    place, run = make_workplace(tmp_path), tmp_path / "run"
+    place.write_job(train={"steps": 4000}, checkpoint={"every": "1000 steps"}, log={"wandb": "offline"})
+    prepared = place.run("train", "job.yaml", *words, "--run-dir", run, "--dry-run").stdout
+    assert "by hand:\n  accelerate launch" in prepared and ": not started" in status(place, run)
+
+    process = start(place, run, 1)
+    assert ": running" in status(place, run)
+    again = subprocess.run(
+        command_of(run / "attempts" / "1"), cwd=place.folder, env=place.environment, capture_output=True, text=True,
+        timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert again.returncode != 0 and "runs already: its rank " in again.stderr
+    resumed = place.run("train", "job.yaml", *words, "--run-dir", run, "--resume", check=False)
+    assert resumed.returncode == 4 and "is in use by process" in resumed.stderr
+    wait_for(lambda: list((run / "wandb").glob("offline-run-*")), "a tracker", process)
+    assert "requested" in place.run("cancel", run).stdout
+    process.wait(LIMIT_S)
+    wait_for((run / "report.json").exists, "the report")
+    first = report_of(run)
+    assert (first.ending, first.exit_code) == (Ending.STOPPED, 130) and first.checkpoint is not None
+    assert ": stopped" in status(place, run)
+
+    place.run("train", "job.yaml", *words, "--run-dir", run, "--resume", "--dry-run")
+    process = start(place, run, 2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    process.wait(LIMIT_S)
+    wait_for(lambda: report_of(run).attempts == 2, "the second report")
+    second = report_of(run)
+    assert (second.ending, second.resumed_from_step) == (Ending.STOPPED, first.step) and second.step > first.step
+    assert second.checkpoint == f"checkpoints/step-{second.step:08d}"
+    steps = [line["step"] for line in map(json.loads, (run / "metrics.jsonl").read_bytes().splitlines())]
+    assert steps == sorted(set(steps)), "one trainer at a time"
+    printed = place.folder / "hand.log"
+    wait_for(lambda: f"checkpoints/step-{second.step:08d}" in printed.read_text(), "the end of the report")
+    assert (
+        f"stopped by request at step {second.step} of 4000" in printed.read_text() and "lr 0.0" in printed.read_text()
+    )

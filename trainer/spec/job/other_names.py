@@ -1,0 +1,58 @@
+"""Names of settings in other trainers, for "did you mean": transformers, TRL, PEFT, Axolotl, LLaMA-Factory, torchtune.
+
+A name leads to the path of a setting, or to a setting with its value.
+"""
+
+from collections.abc import Mapping
+
+_BY_SETTING = {
+    "model.name": "model_name_or_path base_model model_id pretrained_model_name_or_path checkpoint_path",
+    "model.revision": "model_revision revision_of_model",
+    "model.tokenizer": "tokenizer_name_or_path tokenizer_name tokenizer_path",
+    "data.train": "dataset datasets train_file train_dataset dataset_name data_path train_data",
+    "data.eval": "val_set_size eval_dataset test_datasets validation_file test_size validation_split eval_file",
+    "data.fields": "field_messages dataset_text_field field_instruction field_output text_column",
+    "data.chat_template": "template conversation chat_template_path prompt_template",
+    "data.loss_on": "train_on_inputs completion_only_loss assistant_only_loss train_on_prompt",
+    "data.packing": "sample_packing neat_packing pad_to_sequence_len packed",
+    "data.streaming": "dataset_streaming",
+    "train.objective": "stage rl trainer_type task",
+    "train.method": "adapter finetuning_type peft_method use_peft peft_type tuner",
+    "train.method=qlora": "load_in_4bit load_in_8bit quantization_bit quantization bnb_4bit_quant_type use_qlora nf4",
+    "train.method=galore": "use_galore optim_target_modules",
+    "train.seq_len": "max_seq_length max_length sequence_len cutoff_len block_size model_max_length max_seq_len",
+    "train.tokens_per_step": "batch_size gradient_accumulation_steps global_batch_size train_batch_size",
+    "train.epochs": "num_train_epochs num_epochs max_epochs",
+    "train.steps": "max_steps max_train_steps max_steps_per_epoch",
+    "train.lr": "learning_rate peak_lr max_lr",
+    "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
+    "train.warmup": "warmup_steps warmup_ratio num_warmup_steps",
+    "train.clip": "max_grad_norm gradient_clipping clip_grad_norm",
+    "train.seed": "random_seed data_seed",
+    "train.lora.rank": "r lora_r lora_rank lora_dim",
+    "train.lora.alpha": "lora_alpha",
+    "train.lora.dropout": "lora_dropout",
+    "train.lora.targets": "lora_target lora_target_modules target_modules lora_modules lora_target_linear",
+    "train.lora.dora": "use_dora peft_use_dora",
+    "train.lora.rslora": "use_rslora peft_use_rslora",
+    "train.neftune_alpha": "neftune_noise_alpha",
+    "allow=[fp8]": "fp8",
+    "allow=[tf32]": "tf32",
+    "allow=[compile]": "torch_compile compile_model",
+    "allow=[offload_cpu]": "cpu_offload offload_params",
+    "pin.sharding": "deepspeed zero_stage fsdp fsdp_config fsdp_version parallelism_config sharding_strategy",
+    "pin.optimizer": "optim optimizer",
+    "pin.precision": "mixed_precision bf16 fp16 dtype torch_dtype",
+    "pin.checkpointing": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
+    "pin.attention": "flash_attention flash_attn attn_implementation flash_attention_2 sdp_attention",
+    "pin.micro_batch": "per_device_train_batch_size micro_batch_size per_gpu_train_batch_size",
+    "checkpoint.every": "save_steps saves_per_epoch save_strategy checkpointing_steps",
+    "checkpoint.keep": "save_total_limit",
+    "eval.every": "eval_steps evals_per_epoch eval_strategy evaluation_strategy",
+    "log.wandb": "report_to use_wandb",
+    "log.project": "wandb_project",
+    "log.name": "run_name wandb_name wandb_run_id",
+    "log.every": "logging_steps",
+    "output": "output_dir",
+}  # fmt: skip
+OTHER_NAMES: Mapping[str, str] = {name: setting for setting, names in _BY_SETTING.items() for name in names.split()}
