@@ -4,7 +4,7 @@
 
 It holds the run directory, so that `status`, `watch` and `cancel` find a living owner and a second start is refused,
 prints the course, runs the trackers, passes stop requests on to the ranks, and writes the report of the run. To
-DESCRIPTOR it writes `READY`, or why the run cannot start. Nothing is restarted: the launcher belongs to somebody else.
+DESCRIPTOR it writes `READY`, or why the run cannot start. Nothing is restarted: the launcher is a process of the user.
 """
 
 import json

@@ -36,6 +36,7 @@ _BY_SETTING = {
     "train.lora.dora": "use_dora peft_use_dora",
     "train.lora.rslora": "use_rslora peft_use_rslora",
     "train.neftune_alpha": "neftune_noise_alpha",
+    "train.router_aux_loss": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff output_router_logits",
     "allow=[fp8]": "fp8",
     "allow=[tf32]": "tf32",
     "allow=[compile]": "torch_compile compile_model",

@@ -308,7 +308,6 @@ class TrainJob(Value, frozen=True, kw_only=True):
         Setting(
             "Coefficient of the loss that balances the experts of a mixture; null: it is not added.",
             number(above=0, maximum=10),
-            aliases=("router_aux_loss_coef",),
         ),
     ] = None
     lora: LoraJob = LoraJob()
