@@ -59,12 +59,12 @@ def main() -> None:
 def _registered(paths: RunPaths, stop: process.StopFlag, *, rank: int) -> process.Companion | None:
     """Registers the rank; of a start by hand, rank 0 starts the process that does what a supervisor would."""
     process.write_pid_record(paths.attempt_dir, rank=rank)
-    if rank or process.is_supervised():
+    if rank:
         return None
     if paths.is_again:
         print(f"this attempt has ended before: writing to {paths.attempt_dir} instead, without trackers")  # noqa: T201
         return None
-    if not paths.plan_dir.name.isdigit():  # not of a run directory
+    if process.is_supervised() or not paths.plan_dir.name.isdigit():  # or not of a run directory
         return None
     stop.companion = process.Companion(paths.attempt_dir)
     return stop.companion

@@ -46,7 +46,7 @@ def report_of(run: Path) -> Report:
 @pytest.mark.parametrize("words", RANKS, ids=["one rank", "two ranks"])
 def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: Path, words: tuple[str, ...]):
     place, run = make_workplace(tmp_path), tmp_path / "run"
-    place.write_job(train={"steps": 4000}, checkpoint={"every": "1000 steps"}, log={"wandb": "offline"})
+    place.write_job(train={"steps": 40_000}, checkpoint={"every": "1000 steps"}, log={"wandb": "offline"})
     prepared = place.run("train", "job.yaml", *words, "--run-dir", run, "--dry-run").stdout
     assert "by hand:\n  accelerate launch" in prepared and ": not started" in status(place, run)
 
@@ -80,5 +80,5 @@ def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: 
     printed = place.folder / "hand.log"
     wait_for(lambda: f"checkpoints/step-{second.step:08d}" in printed.read_text(), "the end of the report")
     assert (
-        f"stopped by request at step {second.step} of 4000" in printed.read_text() and "lr 0.0" in printed.read_text()
+        f"stopped by request at step {second.step} of 40000" in printed.read_text() and "lr 0.0" in printed.read_text()
     )

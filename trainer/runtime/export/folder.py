@@ -106,10 +106,7 @@ def staged(out: Path) -> Iterator[Path]:
     try:
         staging.mkdir(parents=True)
         yield staging
-        mode = staging.stat().st_mode & 0o666  # what the umask leaves; safetensors writes files for their owner alone
-        for path in staging.rglob("*"):
-            if path.is_file() and not path.is_symlink():
-                path.chmod(mode)
+        _set_usual_modes(staging)
         if out.exists():
             shutil.rmtree(out)
         staging.rename(out)
@@ -118,6 +115,13 @@ def staged(out: Path) -> Iterator[Path]:
         raise EnvironmentFaultError(f"{out}: the export cannot be written: {reason}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _set_usual_modes(folder: Path) -> None:
+    """The modes that the umask leaves, as the folder has them: safetensors writes files for their owner alone."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(folder.stat().st_mode & 0o666)
 
 
 def save_model(model: PreTrainedModel, folder: Path, *, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
