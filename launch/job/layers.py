@@ -158,7 +158,7 @@ def _job_layer(path: Path, config_home: Path, problems: list[str]) -> Layer | No
 
 _IS_DATA = "is data, not a job; shardwise init --model MODEL --data {data} writes a job"
 _OTHER_FILES = {
-    **dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".zst"), _IS_DATA),
+    **dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst"), _IS_DATA),
     **dict.fromkeys(
         (".py", ".ipynb", ".sh"),
         "is a script, not a job; shardwise plan MODEL plans for one (docs/guide/own-script.md), and "

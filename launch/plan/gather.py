@@ -139,10 +139,9 @@ def read_inputs(
         hub_home=hub_home,
         only_plans=only_plans,
     )
-    is_packed = request.packing is not False
-    if shape.traced is not None and is_packed != (
-        likely.data.packing is not False if is_packed else shape.traced.separates_documents
-    ):
+    traced = shape.traced
+    is_other = likely.data.packing is False if request.packing is not False else traced and traced.separates_documents
+    if traced is not None and is_other:
         shape = _read_shape(_as_prepared(job, request), model, code, hardware=hardware, cache=cache)
     refuse_untrainable(shape, model.config_origin)
     shape = _with_format(shape, model)

@@ -38,26 +38,26 @@ from shardwise.trainer.spec.secrets import redacted_output
 
 
 class RanksByHand(LocalRanks):
-    """The ranks below a launcher that is not ours."""
+    """The ranks below a launcher that is not ours: a fault of this process leaves them running."""
 
     def __init__(self, attempt_dir: Path, launcher: ProcessRecord | None, *, num_ranks: int) -> None:
         """`num_ranks` are those of this machine."""
         self._attempt_dir, self._ranks = attempt_dir, range(num_ranks)
         self._notified: set[ProcessRecord] = set()
         self._kills_before = read_oom_kills()
-        self._by_hand, self._num_ranks = launcher, num_ranks
+        self._their_launcher, self._num_ranks = launcher, num_ranks
 
     def poll(self) -> int | None:
         """0 once every rank has ended or reported: rank 0 waits for this process with its report written."""
         records, reports = self._records(), rank_reports(self._attempt_dir)
         if any(record.is_alive and rank not in reports for rank, record in records.items()):
             return None
-        is_starting = len(records) < self._num_ranks and self._by_hand is not None and self._by_hand.is_alive
-        return None if is_starting else 0
+        is_starting = self._their_launcher is not None and self._their_launcher.is_alive
+        return None if is_starting and len(records) < self._num_ranks else 0
 
     def end_survivors(self) -> tuple[int, ...]:
         lost = self._lost_ranks()
-        self.end()
+        self._kill()
         return tuple(sorted(lost))
 
     def stopped(self) -> dict[str, ProcessRecord]:
@@ -70,6 +70,10 @@ class RanksByHand(LocalRanks):
         return {}
 
     def end(self) -> None:
+        if sys.exc_info()[0] is None:
+            self._kill()
+
+    def _kill(self) -> None:
         reports = rank_reports(self._attempt_dir)
         ranks = [record for rank, record in self._records().items() if rank not in reports]
         for rank in ranks:

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics, wait_for
 
+from shardwise.launch.attempt.supervisor import StopRequest, watch_attempt
+from shardwise.launch.attempt.watchdog import Watchdog
+from shardwise.launch.run.by_hand import RanksByHand
+from shardwise.launch.rundir.process_record import record_of, write_record
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Report
 
@@ -41,6 +45,27 @@ def status(place: Workplace, run: Path) -> str:
 
 def report_of(run: Path) -> Report:
     return codec.read(run / "report.json", Report)
+
+
+def test_a_fault_of_the_process_that_watches_leaves_the_ranks_running(tmp_path: Path):
+    """The supervisor, whose part it plays, would end them with itself."""
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        record = record_of(rank.pid)
+        assert record is not None
+        write_record(tmp_path / "pids" / "rank-0.json", record)
+        ranks = RanksByHand(tmp_path, None, num_ranks=1)
+
+        def tick() -> None:
+            raise OSError("the screen is gone")
+
+        with pytest.raises(OSError, match="the screen is gone"):
+            watch_attempt(
+                ranks, attempt_dir=tmp_path, stop=StopRequest(), on_tick=tick, on_notice=print,
+                watchdog=Watchdog(tmp_path, num_ranks=1),
+            )  # fmt: skip
+        assert rank.poll() is None
+        ranks.end()
+        assert rank.wait(30) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("words", RANKS, ids=["one rank", "two ranks"])

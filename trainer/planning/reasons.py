@@ -19,7 +19,7 @@ from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
-from shardwise.trainer.planning.schedule import default_rate, idle_run_warnings, padding_share, widths_at
+from shardwise.trainer.planning.schedule import idle_run_warnings, padding_share, usual_rate, widths_at
 from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
 from shardwise.trainer.planning.search.choice import best_of, one_a_kind, seconds_of
 from shardwise.trainer.planning.search.configurations import (
@@ -177,13 +177,8 @@ FAR_RATE = 100  # times the usual rate, and more
 
 def _rate_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
     job, data = context.job, context.data
-    usual = default_rate(
-        optimizer=chosen.strategy.optimizer,
-        method=context.method,
-        is_from_scratch=job.model.config is not None,
-        num_parameters=context.shape.num_parameters,
-        objective=Objective.PRETRAIN if data is None else objective_of(job.train.objective, data.format),
-    )
+    objective = Objective.PRETRAIN if data is None else objective_of(job.train.objective, data.format)
+    usual = usual_rate(job, context.shape, context.method, chosen.strategy.optimizer, objective)
     if job.train.lr is not None and job.train.lr >= FAR_RATE * usual.lr:
         yield (
             f"train.lr is {job.train.lr:g}, {job.train.lr / usual.lr:,.0f} times the usual {usual.lr:g}: the loss will "

@@ -519,6 +519,11 @@ def _learning_rate(
 ) -> DefaultRate:
     if job.train.lr is not None:
         return DefaultRate(job.train.lr, "train.lr of the job file")
+    return usual_rate(job, shape, method, optimizer, objective)
+
+
+def usual_rate(job: Job, shape: ModelShape, method: Method, optimizer: Optimizer, objective: Objective) -> DefaultRate:
+    """The rate of a job that states none."""
     return default_rate(
         optimizer=optimizer,
         method=method,

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.trainer.runtime.models.targets import read_past_forward
+from shardwise.trainer.runtime.models.targets import is_4bit, is_linear, read_past_forward
 from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -37,7 +37,6 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Precision, Quant
 
 BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale, scales that share one
-_LIKE_LINEAR = ("FalconLinear",)  # subclasses of nn.Linear that compute the same
 SLICE_ELEMENTS = 1 << 20  # of a tensor that is quantised on a CPU; a multiple of BLOCK
 
 
@@ -253,8 +252,8 @@ def _read_whole(model: PreTrainedModel) -> set[int]:
 
 
 def is_quantisable(module: nn.Module) -> bool:
-    """True for a linear layer; not for a subclass that returns something else, as some routers do."""
-    return type(module) is nn.Linear or isinstance(module, Conv1D) or type(module).__name__ in _LIKE_LINEAR
+    """True for a linear layer in 16 bit; not for a subclass that returns something else, as some routers do."""
+    return is_linear(module) and not is_4bit(module)
 
 
 def _materialise(module: nn.Module, made: dict[Tensor, Tensor]) -> bool:

@@ -57,8 +57,12 @@ def is_linear(module: nn.Module) -> bool:
     """True of what an adapter can be put on: a layer that computes as `nn.Linear` does, or transformers' `Conv1D`."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
-    is_4bit = any(owner.__module__.startswith("bitsandbytes.") for owner in type(module).__mro__)
-    return type(module).forward in _OF_TORCH or is_4bit or _computes_alike(module)
+    return type(module).forward in _OF_TORCH or is_4bit(module) or _computes_alike(module)
+
+
+def is_4bit(module: nn.Module) -> bool:
+    """True of bitsandbytes' layers, and of what stands for one in a dry run."""
+    return any(owner.__module__.startswith("bitsandbytes.") for owner in type(module).__mro__)
 
 
 _ALIKE: dict[type[nn.Module], bool] = {}
