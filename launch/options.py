@@ -559,26 +559,27 @@ def parse_command_line(arguments: list[str]) -> tuple[Command, Any]:
     name = given.pop("command")
     unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in given]
     if unknown:
-        hint = _settings_meant(rest) if "overrides" in given else ""
+        hint = _settings_meant(arguments, unknown) if "overrides" in given else ""
         raise InputError(f"unrecognized arguments: {' '.join(unknown)}; {hint or f'see shardwise {name} --help'}")
     if rest:
         given["overrides"] = [*given["overrides"], *rest]
     return COMMANDS[name], COMMANDS[name].options(**given)
 
 
-def _settings_meant(rest: Sequence[str]) -> str:
+def _settings_meant(arguments: Sequence[str], unknown: Sequence[str]) -> str:
     """Settings that unknown options stand for, as key=value; nothing if one of them has no such setting."""
-    from shardwise.trainer.spec.job.reading import meant_setting
+    from shardwise.trainer.spec.job.reading import children, meant_setting
 
     found = []
-    for option, following in zip(rest, [*rest[1:], ""], strict=True):
-        if option.startswith("-"):
-            name, _, value = option.lstrip("-").partition("=")
-            setting = meant_setting("", name.replace("-", "_"))
-            if setting is None:
-                return ""
-            value = value or (following if following and not following.startswith("-") else "...")
-            found.append(setting if "=" in setting else f"{setting}={value}")
+    for option in unknown:
+        name, _, value = option.lstrip("-").partition("=")
+        setting = meant_setting("", name.replace("-", "_"))
+        if setting is None:
+            return ""
+        following = "".join(arguments[arguments.index(option) + 1 :][:1])
+        value = value or (following if following and not following.startswith("-") else "...")
+        setting = next(iter(children(setting)), setting)  # of a section, what it is about
+        found.append(setting if "=" in setting else f"{setting}={value}")
     return f"did you mean {shlex.join(found)}?"
 
 

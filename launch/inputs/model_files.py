@@ -68,6 +68,7 @@ class ModelFiles(Value, frozen=True, kw_only=True):
     revision: str | None = None  # its commit, once known
     needs_download: bool = False
     new_rows: int = 0  # of the embeddings beyond those of the weights; `config` includes them
+    new_tokens: int = 0  # of the template, unknown to the tokenizer: rows that no training has touched
     weights: WeightFormat | None = None  # if they are quantised
     tensors: dict[str, StoredTensor] = {}  # of the weights, if they are here
     note: str | None = None  # for the plan
@@ -385,6 +386,7 @@ def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
         return files
     missing = [token for token in TEMPLATE_TOKENS.get(chat_template or "", ()) if token not in tokens.texts]
     size = tokens.size + len(missing)
+    files = msgspec.structs.replace(files, new_tokens=len(missing))
     if size <= vocab_size:
         return files
     if files.model_path is None or tokens.plain_size > vocab_size:
@@ -524,7 +526,7 @@ def refuse_frozen_rows(plan: Plan, files: ModelFiles, template: str | None) -> N
     `files` are those before the extension; `template` is the job's data.chat_template.
     """
     method = plan.chosen.method
-    if not files.new_rows or not method.freezes_base:
+    if not (files.new_rows or files.new_tokens) or not method.freezes_base:
         return
     if TEMPLATE_TOKENS.get(template or ""):
         named, remedy = f"data.chat_template: {template}", "a template of plain text such as data.chat_template=plain"

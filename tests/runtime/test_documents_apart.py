@@ -68,6 +68,7 @@ def built(name: str, attention: str) -> PreTrainedModel:
 ROPES: dict[str, dict[str, object]] = {
     "longrope": {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": WINDOW},
     "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": WINDOW},
 }
 
 
@@ -75,7 +76,7 @@ ROPES: dict[str, dict[str, object]] = {
 def test_frequencies_that_follow_from_a_length_are_those_of_each_document(kind):
     """Documents are shorter and longer than 16 tokens, also in a row that is padded beside a longer one."""
     rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
-    longest = {"max_position_embeddings": 4 * WINDOW if kind == "longrope" else WINDOW}
+    longest = {"max_position_embeddings": WINDOW if kind == "dynamic" else 4 * WINDOW}
     config = LlamaConfig(**{**config_of("llama").to_dict(), **longest, "rope_parameters": rope})
     model = model_of("llama", dtype=torch.float64, attention=SDPA, config=config)
     alone = [deepcopy(model)(input_ids=ids, use_cache=False).logits for ids in documents(rows())]

@@ -205,6 +205,7 @@ def test_rows_are_no_longer_than_the_positions_of_a_model_unless_stated(model: R
         ("train job.yaml --epochs 2", "did you mean train.epochs=2?"),
         ("train job.yaml --learning-rate=1e-4 --load-in-4bit", "did you mean train.lr=1e-4 train.method=qlora?"),
         ("train job.yaml --cutoff_len", "did you mean train.seq_len=...?"),
+        ("train --model m --data a.jsonl train.lr=1", "did you mean model.name=m data.train=a.jsonl?"),
         ("train job.yaml --lr 1 --frobnicate", "--lr --frobnicate; see shardwise train --help"),
         ("status --epochs", "--epochs; see shardwise status --help"),
     ],

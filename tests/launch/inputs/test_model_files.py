@@ -225,6 +225,17 @@ def test_added_tokens_and_those_of_a_template_make_the_vocabulary_larger(tmp_pat
     assert models.read_model_config(plain).new_rows == (48 if added else 0)
 
 
+def test_tokens_of_a_template_are_new_also_where_the_embeddings_have_spare_rows(tmp_path):
+    folder = write_model(tmp_path / "model", tokens=tokenizer(3))
+    wanted = job(name=str(folder))
+    files = models.read_model_config(replace(wanted, data=replace(wanted.data, chat_template="chatml")))
+    assert files.new_rows == 0
+    models.refuse_frozen_rows(plan(Method.FULL), files, "chatml")
+    with pytest.raises(InputError, match="adds tokens that are new to the model, and lora does not train"):
+        models.refuse_frozen_rows(plan(Method.LORA), files, "chatml")
+    models.refuse_frozen_rows(plan(Method.LORA), models.read_model_config(wanted), None)
+
+
 @pytest.mark.parametrize(
     "content", ["{}", '{"model": 5}', '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": 5}}']
 )

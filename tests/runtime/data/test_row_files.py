@@ -88,3 +88,24 @@ def test_two_compressed_streams_in_one_file_are_read_both(tmp_path):
 def test_rows_are_numbered_as_a_person_counts_them(tmp_path, name, content, rows):
     found = dict(read_rows(written_source(tmp_path / name, content)))
     assert found == {number: {"text": text} for number, text in rows.items()}
+
+
+TURNS = [[{"role": "user", "content": text}, {"role": "assistant", "content": f"{text}!"}] for text in ("a", "é", "a")]
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+VIEWED = pa.struct([("role", pa.dictionary(pa.int8(), pa.string())), ("content", pa.large_string())])
+
+
+@pytest.mark.parametrize(("suffix", "write"), [("parquet", parquet_of), ("arrow", lambda table: arrow_of(table, 2))])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *((pa.array(["a", "é", "a"], each), ["a", "é", "a"]) for each in (pa.large_string(), pa.string_view())),
+        (pa.array(["a", "é", "a"]).dictionary_encode(), ["a", "é", "a"]),
+        (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[1]", "{}", "null"])), ["[1]", "{}", "null"]),
+        *((pa.array(TURNS, each), TURNS) for each in (pa.list_(MESSAGE), pa.large_list(MESSAGE), pa.list_view(VIEWED))),
+    ],
+    ids=lambda each: str(each.type) if isinstance(each, pa.Array) else "",
+)
+def test_a_column_is_read_as_the_values_that_it_holds_whatever_its_type(tmp_path, suffix, write, column, value):
+    file = written_source(tmp_path / f"a.{suffix}", write(pa.table({"value": column})))
+    assert [row["value"] for _, row in read_rows(file)] == value

@@ -9,6 +9,7 @@ import pytest
 import torch
 from optimizer_factory import tiny_llama
 from safetensors.torch import load_file
+from zoo import model_of
 
 from shardwise.trainer.runtime.export.folder import save_model, staged
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -45,6 +46,18 @@ def test_the_files_are_those_of_transformers(tmp_path):
     ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
+def test_experts_have_the_names_and_shapes_under_which_transformers_publishes_them(model_type, tmp_path):
+    model = model_of(model_type)
+    save_model(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
+    assert {name: each.shape for name, each in ours.items()} == {name: each.shape for name, each in theirs.items()}
+    assert any(".experts." in name for name in ours) and not any(
+        ".experts.gate_up_proj.weight" in name for name in ours
+    )
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])

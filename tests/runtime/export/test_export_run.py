@@ -231,7 +231,8 @@ def test_an_export_carries_its_template_in_a_file_and_ends_where_it_ends(as_file
 
 def test_a_base_keeps_its_own_end_tokens_and_settings_beside_the_tokenizers(folder, tmp_path):
     base = write_base(tmp_path / "base", {**run_of(None, Method.FULL).model_config, "vocab_size": 1024})
-    own = {"eos_token_id": [3, 4], "pad_token_id": 5, "temperature": 0.6, "transformers_version": "5.0.0"}
+    sampling = {"do_sample": False, "temperature": 0.6}
+    own = {"eos_token_id": [3, 4], "pad_token_id": 5, **sampling, "transformers_version": "5.0.0"}
     (base / "generation_config.json").write_text(json.dumps(own))
     plan = run_of(base, Method.FULL, tokenizer=folder)
     plan = replace(plan, model_config=json.loads((base / "config.json").read_text()))
