@@ -23,7 +23,7 @@ import os
 import re
 import stat
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
@@ -69,7 +69,7 @@ _NEVER_READ = r"\.(bin|pt|pth|pkl|pickle|npy|npz|zip|tar|tgz|rar|7z|docx?|xlsx?|
 # Measured on Python sources, on prose and on Markdown (levels as the programs choose them); each within a fifth of it.
 CONTENT_PER_BYTE = {".gz": 3.6, ".zst": 3.3, ".bz2": 4.5, ".xz": 4.6, ".parquet": 2.4}
 _BEGINNING = 4096  # bytes
-_LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
+_LEGIBLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # the suffixes of rows whose beginning is text
 _LONGEST_ROW = 2**20  # bytes; a longer one is not parsed
 _MODULES: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # milliseconds each, so imported on use
 
@@ -316,14 +316,14 @@ class RowSizes(NamedTuple):
 
 
 def row_sizes(listed: PrepareRequest) -> RowSizes | None:
-    """The sizes of the rows of the listed files, which are read; None unless every file has a row a line."""
-    if not all(content_suffix(file.path) in _LINES and file.weight == 1 for file in listed.files):
+    """The sizes of the rows of the listed files, which are read; None unless every file has rows of JSON or of text."""
+    if not all(content_suffix(file.path) in _LEGIBLE and file.weight == 1 for file in listed.files):
         return None
     num_rows = longest = 0
     try:
         for file in listed.files:
             with closing(_open(file.path)) as stream:
-                sizes = [len(line) for line in stream if line.strip()]
+                sizes = _row_sizes(stream, content_suffix(file.path))
             num_rows += len(sizes) - (content_suffix(file.path) in (".csv", ".tsv"))
             longest = max(longest, *sizes)
     except (OSError, EOFError, ValueError, KeyError, TypeError):  # damaged, which preparation reports
@@ -331,16 +331,23 @@ def row_sizes(listed: PrepareRequest) -> RowSizes | None:
     return RowSizes(num_rows, longest) if num_rows > 0 else None
 
 
+def _row_sizes(stream: IO[bytes], suffix: str) -> list[int]:
+    content = stream.read()
+    if suffix == ".json" and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
+        return [len(row) for row in msgspec.json.decode(content.removeprefix(BOM_UTF8), type=list[msgspec.Raw])]
+    return [len(line) for line in content.splitlines() if line.strip()]
+
+
 def shape_of_first_row(listed: PrepareRequest) -> DataFormat | None:
     """The shape of the first row of the listed files; None if they are text or the row cannot be read."""
     file = next((file for file in listed.files if content_suffix(file.path) in ROW_SUFFIXES), None)
     if file is None or listed.extension is not None:  # a user's format_row makes other rows of these
         return None
-    columns = _columns(file)
-    fields = listed.fields
-    return shape_of_row(
-        lambda field: any(name in columns for name in column_names(field, fields)), fitting_shapes(fields)
-    )
+    return _shape_of(_columns(file), listed, fitting_shapes(listed.fields))
+
+
+def _shape_of(columns: Sequence[str], listed: PrepareRequest, allowed: Collection[DataFormat]) -> DataFormat | None:
+    return shape_of_row(lambda field: any(name in columns for name in column_names(field, listed.fields)), allowed)
 
 
 def refuse_first_row(listed: PrepareRequest) -> DataFormat | None:
@@ -351,7 +358,9 @@ def refuse_first_row(listed: PrepareRequest) -> DataFormat | None:
     file = next((file for file in listed.files if content_suffix(file.path) in ROW_SUFFIXES), None)
     if file is None:
         return _refuse_text(listed)
-    is_line = not file.is_remote and content_suffix(file.path) in _LINES and compression(file.path) in (None, *_MODULES)
+    is_line = (
+        not file.is_remote and content_suffix(file.path) in _LEGIBLE and compression(file.path) in (None, *_MODULES)
+    )
     if listed.extension is not None or not is_line or listed.bad_rows is not BadRows.FAIL:
         return shape_of_first_row(listed) if listed.format is DataFormat.AUTO else listed.format
     columns = _columns(file, with_nulls=True)
@@ -362,7 +371,7 @@ def refuse_first_row(listed: PrepareRequest) -> DataFormat | None:
     if not columns:
         return None if listed.format is DataFormat.AUTO else listed.format
     allowed = fitting_shapes(listed.fields) if listed.format is DataFormat.AUTO else [listed.format]
-    shape = shape_of_row(lambda field: any(name in columns for name in column_names(field, listed.fields)), allowed)
+    shape = _shape_of(_columns(file), listed, allowed) or _shape_of(columns, listed, allowed)
     if shape is None:
         raise InputError(
             f"data.format: {listed.format} finds no {one_of(tuple(allowed))} in the columns of {file.path}: "
@@ -399,10 +408,10 @@ def _columns(file: SourceFile, *, with_nulls: bool = False) -> Sequence[str]:
         if suffix in (".parquet", ".arrow") or compression(file.path) not in (None, *_MODULES):
             return ()
         with closing(_open(file.path)) as stream:
-            line = _first_line(stream).decode("utf-8-sig")
+            line = _first_json_row(stream) if suffix == ".json" else _first_line(stream)
         if suffix in (".csv", ".tsv"):
-            return _header(line, is_tabbed=suffix == ".tsv")
-        row = msgspec.json.decode(line)
+            return _header(line.decode("utf-8-sig"), is_tabbed=suffix == ".tsv")
+        row = msgspec.json.decode(line.removeprefix(BOM_UTF8))
     except Exception:  # noqa: BLE001 - damaged; every format has errors of its own, and preparation reports them
         return ()
     return [name for name, value in row.items() if with_nulls or value is not None] if isinstance(row, dict) else ()
@@ -412,7 +421,8 @@ def _fault_of_first_row(file: SourceFile) -> str:
     """Why the first row cannot be read, as preparation states it of any row."""
     try:
         with closing(_open(file.path)) as stream:
-            line = _first_line(stream).removeprefix(BOM_UTF8)
+            is_json = content_suffix(file.path) == ".json"
+            line = (_first_json_row if is_json else _first_line)(stream).removeprefix(BOM_UTF8)
         if content_suffix(file.path) in (".csv", ".tsv"):
             line.decode()
             return "cannot be read"
@@ -438,6 +448,19 @@ def _first_line(stream: IO[bytes]) -> bytes:
     while line and not line.removeprefix(BOM_UTF8).strip():
         line = stream.readline(_LONGEST_ROW)
     return line
+
+
+def _first_json_row(stream: IO[bytes]) -> bytes:
+    """The first value of an array, or of lines; the whole beginning if it ends in the middle of the value."""
+    from json import JSONDecoder
+
+    start = stream.read(_LONGEST_ROW).removeprefix(BOM_UTF8).lstrip().removeprefix(b"[").lstrip()
+    text = start.decode(errors="surrogateescape")
+    try:
+        _, end = JSONDecoder().raw_decode(text)
+    except ValueError:
+        return start
+    return text[:end].encode(errors="surrogateescape")
 
 
 def _header(line: str, *, is_tabbed: bool) -> Sequence[str]:

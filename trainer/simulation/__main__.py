@@ -93,6 +93,7 @@ def _explained(simulation: Simulation) -> Iterator[str]:
 
 def _traced(request: TraceRequest) -> Value:
     _silence()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled; bitsandbytes would load Inductor, 1 to 2 s
     from shardwise.trainer.simulation.describe import describe_traced
 
     return describe_traced(request)

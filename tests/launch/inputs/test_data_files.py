@@ -12,9 +12,11 @@ from prepare_request_factory import listed_request, request_for
 
 from shardwise.launch.inputs.data_files import (
     STDLIB_EXCLUDED,
+    RowSizes,
     list_files,
     python_stdlib_files,
     refuse_first_row,
+    row_sizes,
     shape_of_first_row,
 )
 from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
@@ -165,7 +167,27 @@ ROWS = [
 @pytest.mark.parametrize(("row", "shape"), ROWS, ids=lambda value: str(value)[:30])
 def test_the_first_line_tells_the_shape(row: dict[str, object], shape: DataFormat | None, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f"\ufeff\n  \n{json.dumps(row)}\nnot JSON\n")
-    assert shape_of_first_row(listed_request(tmp_path / "rows.jsonl", cache_root=tmp_path)) is shape
+    listed = listed_request(tmp_path / "rows.jsonl", cache_root=tmp_path)
+    assert shape_of_first_row(listed) is shape
+    assert shape is None or refuse_first_row(listed) is shape
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("as_array", [True, False])
+@pytest.mark.parametrize(("row", "shape"), ROWS, ids=lambda value: str(value)[:30])
+def test_the_first_row_of_a_json_file_tells_the_shape_and_its_rows_are_counted(row, shape, as_array, indent, tmp_path):
+    other = {**row, "note": "é" * 3000}
+    text = json.dumps([row, other] if as_array else row, indent=indent)
+    (tmp_path / "rows.json").write_text(f"\ufeff\n {text}\n")
+    listed = listed_request(tmp_path / "rows.json", cache_root=tmp_path)
+    assert shape_of_first_row(listed) is shape
+    if shape is None:
+        with pytest.raises(InputError, match=r"in the columns of .*rows\.json: title"):
+            refuse_first_row(listed)
+    else:
+        assert refuse_first_row(listed) is shape
+    if as_array and indent is None:
+        assert row_sizes(listed) == RowSizes(2, len(json.dumps(other)))
 
 
 def test_a_header_tells_the_shape(tmp_path: Path) -> None:
