@@ -268,6 +268,7 @@ class _Glance(msgspec.Struct, gc=False):
     checkpoint_s: float | None = None
     memory_peak_bytes: int | None = None
     skipped: bool | None = None
+    incidents: tuple[str, ...] = ()
 
 
 class _Row(_Glance, gc=False):
@@ -313,7 +314,7 @@ def thinned_lines(lines: Iterator[bytes], *, num_bytes: int) -> ThinnedLines:
     """All lines of a short file, of one of `num_bytes` at most about `MAX_METRICS_LINES`; damaged ones are left out.
 
     Of each stretch it keeps the lowest and the highest loss, so that no spike is lost; of the whole file scores, saves,
-    skipped steps, new peaks of memory, the first steps of an attempt and the last hundred lines.
+    skipped steps, incidents, new peaks of memory, the first steps of an attempt and the last hundred lines.
     """
     first = list(islice(lines, 100))
     stretch = num_bytes * len(first) // (sum(map(len, first)) or 1) * 2 // MAX_METRICS_LINES
@@ -335,7 +336,8 @@ def thinned_lines(lines: Iterator[bytes], *, num_bytes: int) -> ThinnedLines:
         is_peak = row.memory_peak_bytes is not None and row.memory_peak_bytes > peak_bytes
         if is_peak:
             peak_bytes = row.memory_peak_bytes or 0
-        is_named = is_peak or row.skipped or row.eval_loss is not None or (row.checkpoint_s or 0.0) >= LEAST_SAVE_S
+        is_news = row.skipped or row.incidents or row.eval_loss is not None
+        is_named = is_peak or is_news or (row.checkpoint_s or 0.0) >= LEAST_SAVE_S
         if stretch <= 2 or num_early <= 2 or (is_named and len(retained) < 2 * MAX_METRICS_LINES):
             retained[number] = line
         last.append((number, line))

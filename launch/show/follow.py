@@ -92,6 +92,8 @@ class Progress:
             self._has_step = True
             if row.get("eval_loss") is not None:
                 self._output.screen.print_line(f"step {row['step']}: held-out loss {row['eval_loss']:.4f}")
+            for incident in row.get("incidents", ()):
+                self._output.screen.print_line(f"step {row['step']}: {incident}")
 
     def _read_position(self) -> None:
         before, self._position = self._position, read_position(self._attempt_dir)

@@ -162,6 +162,7 @@ class StepLog:
     def __init__(self) -> None:
         self.last: dict[str, Any] = {}  # the newest figure of each name
         self.num_skipped = 0
+        self.incidents: list[str] = []
         self.curve = Curve()  # of the loss
         self._recent: deque[dict[str, Any]] = deque(maxlen=_NUM_RECENT)
         self._first_seen: tuple[int, float] | None = None
@@ -184,6 +185,7 @@ class StepLog:
         self._recent.append(row)
         self.last.update(row)
         self.num_skipped += bool(row.get("skipped"))
+        self.incidents += row.get("incidents", ())
         if isinstance(row.get("loss"), int | float):
             self.curve.add(row["step"], float(row["loss"]))
         if seen_s is not None:
@@ -244,7 +246,7 @@ def view_of(
         memory=memory_gauge(row, plan),
         card=CardFigures(*(steps.newest.get(f"gpu_{name}") for name in CardFigures._fields)),
         num_skipped=steps.num_skipped,
-        incidents=tuple(incidents),
+        incidents=tuple(dict.fromkeys((*steps.incidents, *incidents))),
     )
 
 

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics, wait_for
+from export_factory import IDLE, write_idle_base
+from workplace_factory import LIMIT_S, SENTENCES, TINY_CONFIG, Workplace, make_workplace, read_metrics, wait_for
 
 from shardwise.launch.attempt.supervisor import StopRequest, watch_attempt
 from shardwise.launch.attempt.watchdog import Watchdog
@@ -71,7 +73,12 @@ def test_a_fault_of_the_process_that_watches_leaves_the_ranks_running(tmp_path: 
 @pytest.mark.parametrize("words", RANKS, ids=["one rank", "two ranks"])
 def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: Path, words: tuple[str, ...]):
     place, run = make_workplace(tmp_path), tmp_path / "run"
-    place.write_job(train={"steps": 40_000}, checkpoint={"every": "1000 steps"}, log={"wandb": "offline"})
+    job: dict[str, Any] = {"train": {"steps": 40_000}}
+    if words:  # adapters, some of which learn nothing
+        write_idle_base(tmp_path / "base", TINY_CONFIG, SENTENCES)
+        job["model"] = {"config": None, "tokenizer": None, "name": "base"}
+        job["train"]["method"] = "lora"
+    place.write_job(**job, checkpoint={"every": "1000 steps"}, log={"wandb": "offline"})
     prepared = place.run("train", "job.yaml", *words, "--run-dir", run, "--dry-run").stdout
     assert "by hand:\n  accelerate launch" in prepared and ": not started" in status(place, run)
 
@@ -85,6 +92,8 @@ def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: 
     resumed = place.run("train", "job.yaml", *words, "--run-dir", run, "--resume", check=False)
     assert resumed.returncode == 4 and "is in use by process" in resumed.stderr
     wait_for(lambda: list((run / "wandb").glob("offline-run-*")), "a tracker", process)
+    live = f"step 5: {IDLE}" if words else ""
+    wait_for(lambda: live in (tmp_path / "hand.log").read_text(), "the idle adapters", process)
     assert "requested" in place.run("cancel", run).stdout
     process.wait(LIMIT_S)
     wait_for((run / "report.json").exists, "the report")

@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from export_factory import IDLE, write_idle_base
 from kill_factory import losses
-from workplace_factory import LIMIT_S, Workplace, read_metrics, write_chats
+from workplace_factory import LIMIT_S, SENTENCES, TINY_CONFIG, Workplace, read_metrics, write_chats
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Report
@@ -59,15 +60,23 @@ def test_each_step_is_one_line_with_the_promised_names_and_its_parts_add_up(trai
 
 
 def test_several_ranks_tell_how_long_they_waited_and_lines_come_as_often_as_asked(workplace):
-    workplace.write_job(train={"steps": 7}, eval={"every": "1000 steps"}, log={"every": "3 steps"})
+    """And, once, which of their adapters have had no gradient after five steps, as soon as it is known."""
+    write_idle_base(workplace.folder / "base", TINY_CONFIG, SENTENCES)
+    workplace.write_job(
+        model={"config": None, "tokenizer": None, "name": "base"}, train={"steps": 7, "method": "lora"},
+        eval={"every": "1000 steps"}, log={"every": "3 steps"},
+    )  # fmt: skip
     answer = workplace.run("plan", "job.yaml", "pin.sharding=ddp", "--hardware", "2xCPU", "--json")
     (workplace.folder / "two.json").write_text(answer.stdout)
-    workplace.run("train", "two.json", "--run-dir", "run")
+    printed = workplace.run("train", "two.json", "--run-dir", "run").stdout
     metrics = read_metrics(workplace.folder / "run")
-    assert sorted(metrics) == [1, 3, 6, 7], "the first, every third, the last"
+    assert sorted(metrics) == [1, 3, 5, 6, 7], "the first, every third, the last, and the one with an incident"
+    live = f"step 5: {IDLE}"
+    assert printed.count(live) == 1 and printed.index(live) < printed.index(" 7/7") < printed.index(f"incident: {IDLE}")
+    assert codec.read(workplace.folder / "run" / "report.json", Report).incidents.count(IDLE) == 1
     assert all(row["wait_s"] > 0 for row in metrics.values())
     saved = [step for step, row in metrics.items() if "checkpoint_s" in row]
-    assert saved == [3, 6, 7], "what was saved after a step without a line stands in the next"
+    assert saved == [3, 5, 6, 7], "what was saved after a step without a line stands in the next"
 
 
 def test_the_terminal_tells_the_plan_the_course_and_the_next_commands_and_logs_shows_them_again(trained):

@@ -1,7 +1,7 @@
 """Runs to export: a plan, weights that are not those it began with, and a committed checkpoint of them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,11 @@ import torch
 from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
 from rank_factory import SEQ_LEN, rank_plan, write_attempt
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.trainer.runtime.checkpoint import Ranks, Save
+from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.run import Done, export_run, plan_on
 from shardwise.trainer.runtime.loop.session import facts_of
 from shardwise.trainer.runtime.models.build import build_model
@@ -30,6 +32,8 @@ TINY_GPT2: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 LORA = LoraJob(rank=4, alpha=8.0)
+_IDLE = ", ".join(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down"))
+IDLE = f"no gradient in 5 steps for the adapters of {_IDLE}: they do not learn"  # in runs from `write_idle_base`
 
 
 def write_base(folder: Path, config: Mapping[str, Any] = TINY_LLAMA, dtype: torch.dtype = torch.float32) -> Path:
@@ -39,6 +43,15 @@ def write_base(folder: Path, config: Mapping[str, Any] = TINY_LLAMA, dtype: torc
     made = AutoConfig.for_model(**({**config} if config["model_type"] == "gpt2" else fields))
     AutoModelForCausalLM.from_config(made).to(dtype).save_pretrained(folder)
     return folder
+
+
+def write_idle_base(folder: Path, config: Mapping[str, Any], sentences: Iterable[str]) -> None:
+    """A folder of weights whose second feed-forward layer reads zeros, so that its adapters never have a gradient."""
+    write_trained_tokenizer(train_tokenizer(iter(sentences), vocab_size=config["vocab_size"]), folder)
+    path = write_base(folder, config) / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.post_attention_layernorm.weight"].zero_()
+    save_file(weights, path, {"format": "pt"})
 
 
 def run_of(

@@ -12,7 +12,7 @@ from outcome_file import FINDING, Difference, record_differences
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
-from zoo import NUM_IDS, WINDOW, config_of, model_of, types
+from zoo import NOT_TRAINED, NUM_IDS, WINDOW, config_of, model_of, types
 
 from shardwise.trainer.runtime.attention.packed import EAGER, SDPA
 from shardwise.trainer.runtime.data.batches import MicroBatch
@@ -41,7 +41,6 @@ KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 LOSS_TOLERANCE = 1e-5  # relative
 NOT_IN_FP64 = ("inkling2_text", "xglm", "xlnet")
 ALL_HAVE_STATES = ("mamba", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "inkling_text", "zamba")
-NOT_TRAINED = ("cpmant", "prophetnet", "reformer")
 
 
 def described(name: str) -> ModelShape:

@@ -28,7 +28,7 @@ def make_progress(attempt_dir: Path, stream: io.StringIO, **more: Any) -> Progre
     return Progress(Console(stream), attempt_dir=attempt_dir, plan=plan, environment=environment, **more)
 
 
-def test_a_log_gets_a_line_every_ten_seconds_each_phase_and_every_evaluation(tmp_path: Path):
+def test_a_log_gets_a_line_every_ten_seconds_each_phase_every_evaluation_and_every_incident(tmp_path: Path):
     run_dir, stream, now = tmp_path / "run", io.StringIO(), [100.0]
     attempt_dir = write_attempt(run_dir, num_steps=4)
     write_phase(attempt_dir, "loading the model")
@@ -41,12 +41,14 @@ def test_a_log_gets_a_line_every_ten_seconds_each_phase_and_every_evaluation(tmp
         now[0] += 9.0
         progress.tick()
         assert "3/4" not in stream.getvalue(), "nine seconds after the last"
+        assert progress.view().incidents == ()
         now[0] += 1.0
         progress.tick()
         now[0] += 20.0
         progress.tick()
-        write_rows(run_dir, metrics_row(4))
+        write_rows(run_dir, {**metrics_row(4), "incidents": ["experts 1, 3 are idle"]})
     lines = stream.getvalue().splitlines()
+    assert lines.pop(-2) == "step 4: experts 1, 3 are idle" and progress.view().incidents == ("experts 1, 3 are idle",)
     assert "loading the model" in lines[0] and "step 2" in lines[1] and "4.5000" in lines[1]
     assert [line.partition("  loss")[0] for line in lines[2:]] == [
         "[############------------] 2/4",

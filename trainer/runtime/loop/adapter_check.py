@@ -41,11 +41,11 @@ class AdapterCheck:
         self._session = session
         self._is_due = session.plan.chosen.method.freezes_base and not session.plan.is_trial
 
-    def after_step(self) -> None:
-        """Adds to the report what has learned nothing; collective at the step at which it is due."""
+    def after_step(self) -> tuple[str, ...]:
+        """What has learned nothing, which it adds to the report; collective at the step at which it is due."""
         session, step = self._session, self._session.state.step
         if not self._is_due or step < min(CHECKED_STEPS, session.plan.schedule.num_steps):
-            return
+            return ()
         self._is_due = False
         adapters = adapters_of(plain_model(session.model))
         flags = have_learned(session.model, adapters, session.accelerator.device)
@@ -56,6 +56,7 @@ class AdapterCheck:
         if verified is not None:
             fact = {"adapters with a gradient": f"{sum(flags):,} of {len(flags):,}, after {step} steps"}
             session.state.verified = replace(verified, facts=verified.facts | fact)
+        return tuple(problems)
 
 
 def adapters_of(model: nn.Module) -> list[Adapter]:

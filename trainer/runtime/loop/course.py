@@ -95,8 +95,7 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
                 if not session.plan.is_trial:
                     save_state(session, "the stop")
                 return Ending.STOPPED
-            done = _one_step(session, objectives, observer)
-            adapters.after_step()
+            done = _one_step(session, objectives, observer)._replace(incidents=adapters.after_step())
             goes_back = must_go_back(session)
             every = schedule.eval_every_steps
             is_eval_due = not goes_back and every is not None and state.step % every == 0
@@ -118,10 +117,11 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
 
 
 def _is_logged(session: Session, figures: StepMetrics) -> bool:
-    """True if a step is logged under `log.every`; the first, the last, a scored and a skipped step always are."""
+    """True if a step is logged under `log.every`; the first, the last, scored, skipped and reported are."""
     every, first = session.plan.job.log.every.steps or 1, (session.state.resumed_from_step or 0) + 1
     is_edge = figures.step in (first, session.plan.schedule.num_steps)
-    return is_edge or figures.step % every == 0 or bool(figures.skipped) or figures.eval_loss is not None
+    is_news = bool(figures.skipped) or figures.eval_loss is not None or figures.incidents is not None
+    return is_edge or is_news or figures.step % every == 0
 
 
 def _continues(session: Session, wants_stop: Callable[[], bool], observer: StepObserver) -> bool:

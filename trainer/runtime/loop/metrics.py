@@ -83,6 +83,7 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     loss_scale: float | None = None
     skipped: bool | None = None  # the weights are what they were before the step
     skipped_rows: tuple[int, ...] | None = None  # of the prepared data, in such a step; not of an fp16 overflow
+    incidents: tuple[str, ...] | None = None  # of the adapters, as in the report
 
 
 # Omitted from a line if None; the other fields are always present.
@@ -155,6 +156,7 @@ class DoneStep(NamedTuple):
     padding_share: float
     rows: tuple[int, ...]  # that it passed over
     epoch: float | None
+    incidents: tuple[str, ...] = ()
 
 
 class StepObserver:
@@ -207,6 +209,7 @@ class StepObserver:
             loss_scale=result.loss_scale,
             skipped=True if result.was_skipped else None,
             skipped_rows=done.rows if result.was_skipped and done.rows else None,
+            incidents=done.incidents or None,
             **self._speed(rate / self._session.accelerator.num_processes),
             **self._memory(done.clock),
             **self._machine(),

@@ -443,7 +443,7 @@ class LogJob(Value, frozen=True, kw_only=True):
     every: Annotated[
         Every,
         Setting(
-            "Between two lines of metrics.jsonl; the first, the last, scored and skipped steps always have one.",
+            "Between two lines of metrics.jsonl; the first, the last, scored, skipped and reported steps have one.",
             interval(allows_time=False),
         ),
     ] = Every(steps=1)
