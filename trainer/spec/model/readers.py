@@ -68,10 +68,10 @@ def admitted_types() -> tuple[str, ...]:
     return tuple(name for name, furthest in furthest_forms().items() if furthest <= ADMITTED_SHARE)
 
 
-def config_positions(config: Mapping[str, Any]) -> int | None:
+def config_positions(config: Mapping[str, Any], *, origin: str = "config.json") -> int | None:
     """Positions that the model of a config has; None if it has as many as one likes, or does not say."""
     if _has_reader(config):
-        return read_model_shape(config).max_positions
+        return read_model_shape(config, origin=origin).max_positions
     return _stated(config, "max_position_embeddings")
 
 
@@ -155,7 +155,7 @@ def read_mpt(fields: Fields) -> ModelShape:
         )
     hidden, num_heads = fields.whole("d_model"), fields.whole("n_heads")
     ffn = _MPT_EXPANSION * hidden
-    dropout = float(fields.table("attn_config").get("attn_pdrop", 0.0))
+    dropout = msgspec.structs.replace(fields, values=fields.table("attn_config")).number("attn_pdrop")
     return ModelShape(
         **_sizes(
             fields,
