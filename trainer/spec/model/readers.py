@@ -20,6 +20,7 @@ from shardwise.trainer import FOLDER
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import shown
 from shardwise.trainer.spec.model.config_fields import MOST_LAYERS, Fields, fields_of
+from shardwise.trainer.spec.model.config_values import refuse_values
 from shardwise.trainer.spec.model.llama_readers import (
     attention,
     read_cohere,
@@ -100,6 +101,7 @@ def read_model_shape(config: Mapping[str, Any], *, origin: str = "config.json") 
             f"{', '.join(supported_model_types())}; "
             f"any other model of transformers is traced with torch: {extra_line('train')}"
         )
+    refuse_values(config, origin=origin)
     try:
         shape = reader(fields_of(config, str(model_type), origin=origin))
     except KeyError as error:
