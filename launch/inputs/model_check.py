@@ -1,4 +1,7 @@
-"""Refuses before a plan what a rank would refuse at its first step: wrong tensors, wrong targets of adapters.
+"""Refuses before a plan what a rank would refuse: values of a config, wrong tensors, wrong targets of adapters.
+
+A model that was traced was built. So was every value of a config that is known (`known_configs`); with any other one
+the model is built without memory, in a process of its own.
 
 The names and shapes of safetensors headers are compared with those of the model. A folder whose tensors are those of
 its architecture by number, sizes and types passes at once. Any other is compared exactly, tensor by tensor, by the
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from shardwise.launch.inputs.known_configs import is_known_to_build
 from shardwise.launch.inputs.model_files import ModelFiles
 from shardwise.launch.inputs.weight_files import StoredTensors
 from shardwise.launch.probe.installed import installed_version
@@ -26,7 +30,7 @@ _BLOCK = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
 def check_model(job: Job, model: ModelFiles, shape: ModelShape, code: ModelCode | None, *, cache: Path) -> None:
-    """InputError for a folder that lacks a tensor of its model or has another shape for it, and for wrong targets."""
+    """InputError for a config that transformers does not build, a folder of other tensors, and wrong targets."""
     targets = job.train.lora.targets if job.train.method is None or job.train.method.freezes_base else ()
     linears = (*shape.linears, *shape.dense_linears)
     layers = {each.name for each in linears} - {each.name for each in linears if not each.adapter_rank_factor}
@@ -34,10 +38,12 @@ def check_model(job: Job, model: ModelFiles, shape: ModelShape, code: ModelCode 
     config = {**model.config, "vocab_size": shape.vocab_size - model.new_rows} if model.new_rows else model.config
     held = msgspec.structs.replace(shape, vocab_size=shape.vocab_size - model.new_rows)
     has_usual = not model.tensors or (model.weights is None and code is None and is_usual(model.tensors, held))
-    if (has_usual and is_of_layers) or installed_version("torch") is None:
+    is_built = shape.is_described or shape.traced is not None or is_known_to_build(config, held)
+    if (has_usual and is_of_layers and is_built) or installed_version("torch") is None:
         return
     request = CheckModelRequest(
         model_config=config,
+        origin=model.config_origin,
         model_path=None if has_usual else model.model_path,
         model_code=code,
         method=job.train.method,
@@ -48,7 +54,9 @@ def check_model(job: Job, model: ModelFiles, shape: ModelShape, code: ModelCode 
         return
     from shardwise.launch.worker import ask  # most folders need none
 
-    ask("shardwise.trainer.runtime.tools.check_model", request, Lines, subject="model.name: comparing its tensors")
+    ask(
+        "shardwise.trainer.runtime.tools.check_model", request, Lines, subject="model.name: comparing it with its files"
+    )
     stored.parent.mkdir(parents=True, exist_ok=True)
     stored.touch()
 

@@ -34,9 +34,11 @@ from shardwise.trainer.spec.data.shapes import TEMPLATE_TOKENS, Encoding, encodi
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from shardwise.trainer.spec.job.sections import Job, ModelJob
 from shardwise.trainer.spec.model.config_json import read_config
+from shardwise.trainer.spec.model.config_values import refuse_values
 from shardwise.trainer.spec.model.stored import (
     WeightFormat,
     refuse_format,
+    refuse_plain_weights,
     refuse_two_way,
     text_part,
     weight_format,
@@ -50,6 +52,7 @@ _TABLE = FOLDER / "trainer" / "presets" / "models.jsonl"
 _MIRRORS = ("unsloth", "nousresearch")  # owners that publish others' weights under the same names
 _HEAD = ("lm_head.weight", "embed_out.weight")  # ends of its names
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHER_TOKENIZERS = ("tekken.json", "*tokenizer.model.*", "*.tiktoken", "tiktoken.model")  # forms that are not read
 
 
@@ -171,9 +174,11 @@ def _of_language_model(files: ModelFiles, job: Job) -> ModelFiles:
     else:
         has_head = any(name.endswith(_HEAD) for name in files.tensors) if files.tensors else None
         config = text_part(files.config, has_head=has_head)
+    refuse_values(config, origin=files.config_origin)
     refuse_two_way(config, origin=files.config_origin)
     weights = weight_format(files.config) if files.model_path is not None else None
     refuse_format(weights, origin=files.config_origin, method=job.train.method, source=_source_of(files))
+    refuse_plain_weights(files.config, {each.dtype for each in files.tensors.values()}, origin=files.config_origin)
     notes = [note for note in (files.note, weights and weights.note) if note]
     return msgspec.structs.replace(files, config=dict(config), weights=weights, note="; ".join(notes) or None)
 
@@ -260,6 +265,7 @@ def _from_config(job: Job, cache: Path) -> ModelFiles:
 
 def _from_folder(folder: Path, *, needs_weights: bool = True) -> ModelFiles:
     config, note, tensors = _read_config(folder), None, dict[str, StoredTensor]()
+    _refuse_damaged(folder, ("generation_config.json",))
     if needs_weights or holds_weights(folder):
         tensors = dict(check_weights(folder))
     else:
@@ -370,7 +376,18 @@ def _tokenizer_folder(name: str, cache: Path) -> str:
 
 
 def _own_tokenizer(folder: Path) -> str | None:
-    return str(folder.absolute()) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
+    """The folder if it has a tokenizer; InputError if a file of settings next to it is no JSON object."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    _refuse_damaged(folder, _TOKENIZER_SETTINGS)
+    return str(folder.absolute())
+
+
+def _refuse_damaged(folder: Path, names: tuple[str, ...]) -> None:
+    """InputError for a file of these names that is there and is no JSON object."""
+    for name in names:
+        if (folder / name).is_file():
+            codec.read_object(folder / name)
 
 
 def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:

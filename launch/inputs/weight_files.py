@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import format_bytes
 
@@ -158,8 +159,8 @@ def _check_tensor(tensor: Mapping[str, Any]) -> tuple[StoredTensor, int]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        weight_map = codec.read_object(index)["weight_map"]
+    except (InputError, KeyError) as error:
         raise InputError(f"{index}: is damaged: it holds no weight_map; {_AGAIN}") from error
     names = weight_map.values() if isinstance(weight_map, dict) else [None]
     if not weight_map or not all(isinstance(name, str) and Path(name).name == name for name in names):

@@ -174,7 +174,7 @@ def read_model(
     model = read_model_config(
         resolved.job, cache_home=hub_home, only_plans=only_plans, prefers_table=only_plans and assumes_data
     )
-    positions = config_positions(model.config)
+    positions = config_positions(model.config, origin=model.config_origin)
     if positions is not None and positions < resolved.job.train.seq_len and "train.seq_len" not in resolved.sources:
         resolved = _with_length(resolved, positions)
     if model.weights is not None and model.weights.quant is not None:  # no other method trains on them
@@ -551,9 +551,21 @@ def plan_inputs(
     plan = plan_on_enough_gpus(plan_on, inputs.hardware, extent=extent)
     refuse_frozen_rows(plan, inputs.model, inputs.resolved.job.data.chat_template)
     code = inputs.model_code
-    more = (inputs.model.note, ignored)
+    more = (inputs.model.note, _missing_tokenizer(inputs, data), ignored)
     notes = (*plan.notes, *(note for note in more if note is not None))
     return replace(plan, model_code=code, notes=notes)
+
+
+def _missing_tokenizer(inputs: PlanInputs, data: DataProfile) -> str | None:
+    """A line for a model whose folder lacks the tokenizer that its data need; training refuses it."""
+    model = inputs.resolved.job.model
+    is_here = inputs.model.tokenizer_path is not None or prepared_tokenizer(data) is not None
+    if is_here or model.tokenizer == "train" or encoding_of(data.format) is Encoding.TOKENS:
+        return None
+    return (
+        f"{model.name or model.config} brings no tokenizer; training needs one: model.tokenizer=FOLDER, or "
+        "model.tokenizer=train for a new model"
+    )
 
 
 def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain | None, str | None]:

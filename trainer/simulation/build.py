@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
@@ -27,6 +26,7 @@ from transformers.initialization import no_init_weights
 from shardwise.trainer.runtime import engines, loss
 from shardwise.trainer.runtime.engines.engine import EngineChoice
 from shardwise.trainer.runtime.models.build import Installed, make_trainable, model_from_config
+from shardwise.trainer.runtime.models.configs import faults_of_config, refuse_padding
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type
 from shardwise.trainer.runtime.models.model_code import faults_of, load_model_code
 from shardwise.trainer.runtime.run import operators
@@ -70,26 +70,23 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
 
 
 def base_on_meta(
-    config: dict[str, Any], code: ModelCode | None, *, dtype: torch.dtype, attention: Attention
+    config: dict[str, Any],
+    code: ModelCode | None,
+    *,
+    dtype: torch.dtype,
+    attention: Attention,
+    origin: str = "the model's config.json",
 ) -> PreTrainedModel:
-    """The model of a config without any tensor behind it; InputError for a config that transformers does not build."""
+    """The model of a config without any tensor behind it; InputError for a config that transformers does not build.
+
+    `origin` names the config in the message.
+    """
     load_model_code(code)
-    try:
-        with faults_of(code), torch.device("meta"), no_init_weights():
-            model = model_from_config(config, dtype=dtype, attention=attention)
-            model.tie_weights()
-    except _CONFIG_ERRORS as error:
-        what = config.get("model_type", "model_type missing")
-        sentence = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()  # the cause comes last
-        raise InputError(f"model config ({what}): {sentence}") from error
+    with faults_of_config(config, origin=origin), faults_of(code), torch.device("meta"), no_init_weights():
+        model = model_from_config(config, dtype=dtype, attention=attention)
+        model.tie_weights()
+    refuse_padding(model, origin=origin)
     return model
-
-
-# What transformers raises for a config with fields missing, of a wrong type or that do not go together.
-_CONFIG_ERRORS = (
-    *(KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError),
-    StrictDataclassError,
-)
 
 
 def materialise(model: nn.Module, device: str, *, buffers_on: str | None = None) -> None:

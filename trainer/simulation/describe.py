@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
@@ -28,15 +27,14 @@ from shardwise.trainer.runtime.models.targets import component_of, experts_in, r
 from shardwise.trainer.simulation.build import base_on_meta, blocks_of
 from shardwise.trainer.simulation.documents import measure_rows
 from shardwise.trainer.simulation.trace import traced_blocks
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import InputError, close_matches
 from shardwise.trainer.spec.messages.worker_requests import TraceRequest
 from shardwise.trainer.spec.model.blocks import Mode
+from shardwise.trainer.spec.model.config_values import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from shardwise.trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 Linears = tuple[Linear, ...]
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
 _HIDDEN_DROPOUT = ("hidden_dropout", "resid_pdrop", "residual_dropout", "dropout")
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
@@ -98,7 +96,7 @@ _NOT_COMPARED = "its logits are no product of its head, and no small copy of it 
 def _built(request: DescriptionRequest) -> PreTrainedModel:
     """The model on `meta`, in fp32."""
     config, code = request.model_config, request.model_code
-    model_type = config.get("model_type", "model_type missing")
+    model_type = str(config.get("model_type"))
     if code is None and request.offers_code_of is not None and model_type not in CONFIG_MAPPING:
         raise InputError(
             f"{request.origin}: transformers {transformers.__version__} does not know {model_type}, which brings code "
@@ -107,11 +105,13 @@ def _built(request: DescriptionRequest) -> PreTrainedModel:
         )
     if code is None and model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"{request.origin}: transformers has no causal language model of type {model_type}")
-    try:
-        model = base_on_meta(config, code, dtype=torch.float32, attention=Attention.EAGER)
-    except (StrictDataclassError, ImportError) as error:  # a field of a wrong type; a library for images or sound
-        what = " ".join(str(error).split())
-        raise InputError(f"model config ({model_type}): {what}") from error
+    if code is None and model_type not in CONFIG_MAPPING:
+        meant = close_matches(model_type, CONFIG_MAPPING)
+        hint = f"; did you mean {meant[0]}?" if meant else ""
+        raise InputError(
+            f"{request.origin}: transformers {transformers.__version__} does not know model_type {model_type}{hint}"
+        )
+    model = base_on_meta(config, code, dtype=torch.float32, attention=Attention.EAGER, origin=request.origin)
     if code is not None and model.config.model_type != model_type:
         raise InputError(
             f"{request.origin}: model_type is {model_type}, and {code.config_class} has {model.config.model_type}; "
@@ -162,7 +162,7 @@ def _shape_of(model: PreTrainedModel) -> ModelShape:
         is_parallel=config.is_true("use_parallel_residual") or config.is_true("parallel_attn"),
         activation=str(config.first(_ACTIVATIONS) or "silu"),
         num_experts=experts,
-        experts_per_token=config.whole(*_EXPERTS_PER_TOKEN, default=1) if experts > 1 else 1,
+        experts_per_token=config.whole(*EXPERTS_PER_TOKEN, default=1) if experts > 1 else 1,
         hidden_dropout=float(config.first(_HIDDEN_DROPOUT) or 0.0),
         attention_dropout=float(config.first(_ATTENTION_DROPOUT) or 0.0),
         attention_softcap=config.first(("attn_logit_softcapping",)),
@@ -229,7 +229,7 @@ def linears_of(block: nn.Module, config: _Config, reach: _Reach) -> Linears:
             found.update(replace(each, component=component) for each in _bare_linears(path, module, config, reach))
     if not found:
         raise InputError(f"{type(block).__name__} has no linear layers; its shape cannot be described")
-    used = config.whole(*_EXPERTS_PER_TOKEN, default=1)
+    used = config.whole(*EXPERTS_PER_TOKEN, default=1)
     return tuple(linear for one, times in found.items() for linear in _counted(one, times, used))
 
 
@@ -261,8 +261,8 @@ def _bare_linears(path: str, module: nn.Module, config: _Config, reach: _Reach) 
     """Matrices that are parameters rather than modules: experts in three dimensions, and routers."""
     if isinstance(module, nn.Embedding) or "Conv" in type(module).__name__:
         return
-    experts, hidden = config.whole(*_NUM_EXPERTS, default=0), config.whole("hidden_size", default=0)
-    used = config.whole(*_EXPERTS_PER_TOKEN, default=1)
+    experts, hidden = config.whole(*NUM_EXPERTS, default=0), config.whole("hidden_size", default=0)
+    used = config.whole(*EXPERTS_PER_TOKEN, default=1)
     place = path.rpartition(".")[2]
     for name, weight in module.named_parameters(recurse=False):
         if weight.ndim == 3 and weight.shape[0] > 1:

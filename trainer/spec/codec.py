@@ -18,6 +18,7 @@ from shardwise.trainer.spec.value import Value
 
 _PIECE_BYTES = 1 << 20
 MAX_FILE_BYTES = 256 << 20  # of a file that is read whole
+_AGAIN = "save it as UTF-8 without a byte order mark, or download it again"
 
 V = TypeVar("V", bound=Value)
 
@@ -124,11 +125,25 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of another program, such as config.json."""
     try:
-        content = json.loads(read_file(path))
+        text = read_file(path).decode("utf-8")
+        content = json.loads(text, object_pairs_hook=_one_of_each)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not JSON in UTF-8: {error.reason}; {_AGAIN}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not JSON: {error}") from error
+        remedy = f"; {_AGAIN}" if text.startswith("\N{BYTE ORDER MARK}") else ""
+        raise InputError(f"{path}: is not JSON: {error}{remedy}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: is not a JSON object")
+    return content
+
+
+def _one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; ValueError for a key with two values, of which readers take different ones."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        for key, value in pairs:
+            if content[key] != value:
+                raise ValueError(f"it has {key} twice, with different values; remove one of them")
     return content

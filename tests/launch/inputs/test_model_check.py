@@ -11,6 +11,7 @@ from export_factory import write_base
 from msgspec.structs import replace
 from rank_factory import rank_plan
 from safetensors.torch import load_file, save_file
+from stored_models import as_fp8
 
 from shardwise.launch.plan.gather import PlanInputs, read_inputs
 from shardwise.trainer.runtime.models.build import build_model
@@ -133,7 +134,7 @@ def test_a_new_model_of_a_quantised_config_and_a_base_that_is_decoded_are_planne
         mark(folder, {"quant_method": kind})
         new = planned(f"model.config={folder}", "model.tokenizer=train", environment=cache)
         assert "quantization_config" not in new.model.config and new.model.weights is None
-    mark(folder, {"quant_method": "fp8"})
+    as_fp8(folder)
     found = inputs(folder, cache)
     assert "quantization_config" not in found.model.config and "decoded while they are read" in str(found.model.note)
 

@@ -1,16 +1,14 @@
-"""A worker that compares a folder with its model, and a job's targets with its layers; it reads no tensor."""
+"""A worker that builds a model, and compares its folder and a job's targets with it; it reads no tensor."""
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers.initialization import no_init_weights
 
 from shardwise.trainer.runtime.models.build import stored_model
-from shardwise.trainer.runtime.models.configs import config_of
+from shardwise.trainer.runtime.models.configs import config_of, faults_of_config, refuse_padding
 from shardwise.trainer.runtime.models.meta_model import causal_model
 from shardwise.trainer.runtime.models.methods import adapter_config
 from shardwise.trainer.runtime.models.model_code import load_model_code
 from shardwise.trainer.runtime.run.process import run_request_and_exit
-from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import CheckModelRequest, Lines
 
@@ -18,15 +16,13 @@ from shardwise.trainer.spec.messages.worker_requests import CheckModelRequest, L
 def check_model(request: CheckModelRequest) -> Lines:
     """Nothing; InputError for what a rank would refuse."""
     load_model_code(request.model_code)
-    try:
+    with faults_of_config(request.model_config, origin=request.origin):
         if request.model_path is not None:
             model = stored_model(request.model_path, request.model_config, method=request.method).check()
         else:
             with torch.device("meta"), no_init_weights():
                 model = causal_model(config_of(request.model_config), attn_implementation="eager")
-    except (StrictDataclassError, KeyError, ValueError, TypeError, AttributeError) as error:
-        kind, sentence = request.model_config.get("model_type"), " ".join(str(error).split())
-        raise InputError(f"model config ({kind}): {sentence}") from error
+    refuse_padding(model, origin=request.origin)
     if request.targets:
         adapter_config(model, LoraJob(targets=request.targets))
     return Lines()

@@ -90,6 +90,7 @@ class CheckModelRequest(Value, frozen=True, kw_only=True):
     """A model, the folder of its weights, if they are compared, and the targets of adapters, if they are."""
 
     model_config: dict[str, Any]
+    origin: str = "config.json"  # names the config in messages
     model_path: str | None
     model_code: ModelCode | None
     method: Method | None

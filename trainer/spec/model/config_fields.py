@@ -290,6 +290,13 @@ class Fields(Value, frozen=True, kw_only=True):
             raise InputError(f"{self.origin}: {name} must be a list of whole numbers, not {shown(value)}")
         return tuple(value)
 
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of names, one for each block."""
+        value = self.values.get(name)
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            raise InputError(f"{self.origin}: {name} must be a list of names, not {shown(value)}")
+        return tuple(value)
+
     def table(self, name: str) -> dict[str, Any]:
         """An object in the config; empty if it is missing or null."""
         value = self.values.get(name) or {}

@@ -261,7 +261,7 @@ def with_window_everywhere(shape: ModelShape, fields: Fields) -> ModelShape:
 def with_window(shape: ModelShape, fields: Fields, *, num_layers: int) -> ModelShape:
     """The shape with the config's window in `num_layers` blocks; a given `layer_types` determines them instead."""
     if "layer_types" in fields:
-        num_layers = list(fields.values["layer_types"]).count("sliding_attention")
+        num_layers = fields.names("layer_types").count("sliding_attention")
     if num_layers == 0:
         return shape
     return replace(shape, sliding_window=fields.whole("sliding_window"), num_sliding_layers=num_layers)
@@ -269,8 +269,8 @@ def with_window(shape: ModelShape, fields: Fields, *, num_layers: int) -> ModelS
 
 def rotary_dim(fields: Fields, head_dim: int, *, share: float, name: str = "partial_rotary_factor") -> int | None:
     """Number of rotated dimensions of a head; None: all. `share` is the default if the config has none."""
-    scaling = fields.table("rope_scaling") or fields.table("rope_parameters")
-    rotated = int(head_dim * scaling.get("partial_rotary_factor", fields.number(name, null=share)))
+    scaling = replace(fields, values=fields.table("rope_scaling") or fields.table("rope_parameters"))
+    rotated = int(head_dim * scaling.number("partial_rotary_factor", null=fields.number(name, null=share)))
     return None if rotated == head_dim else rotated
 
 

@@ -20,6 +20,7 @@ from shardwise.trainer import FOLDER
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import shown
 from shardwise.trainer.spec.model.config_fields import MOST_LAYERS, Fields, fields_of
+from shardwise.trainer.spec.model.config_values import refuse_values
 from shardwise.trainer.spec.model.llama_readers import (
     attention,
     read_cohere,
@@ -68,10 +69,10 @@ def admitted_types() -> tuple[str, ...]:
     return tuple(name for name, furthest in furthest_forms().items() if furthest <= ADMITTED_SHARE)
 
 
-def config_positions(config: Mapping[str, Any]) -> int | None:
+def config_positions(config: Mapping[str, Any], *, origin: str = "config.json") -> int | None:
     """Positions that the model of a config has; None if it has as many as one likes, or does not say."""
     if _has_reader(config):
-        return read_model_shape(config).max_positions
+        return read_model_shape(config, origin=origin).max_positions
     return _stated(config, "max_position_embeddings")
 
 
@@ -100,6 +101,7 @@ def read_model_shape(config: Mapping[str, Any], *, origin: str = "config.json") 
             f"{', '.join(supported_model_types())}; "
             f"any other model of transformers is traced with torch: {extra_line('train')}"
         )
+    refuse_values(config, origin=origin)
     try:
         shape = reader(fields_of(config, str(model_type), origin=origin))
     except KeyError as error:
@@ -155,7 +157,7 @@ def read_mpt(fields: Fields) -> ModelShape:
         )
     hidden, num_heads = fields.whole("d_model"), fields.whole("n_heads")
     ffn = _MPT_EXPANSION * hidden
-    dropout = float(fields.table("attn_config").get("attn_pdrop", 0.0))
+    dropout = msgspec.structs.replace(fields, values=fields.table("attn_config")).number("attn_pdrop")
     return ModelShape(
         **_sizes(
             fields,

@@ -11,12 +11,13 @@ FP8 and MXFP4 are decoded while they are read. The 4-bit layers of bitsandbytes 
 Everything else is refused, by whatever name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.kinds import shown
 from shardwise.trainer.spec.strategy import Method, Quant
 from shardwise.trainer.spec.value import Value
 
@@ -122,6 +123,7 @@ class WeightFormat(Value, frozen=True, kw_only=True):
 
 
 _DECODED = frozenset({"fp8", "mxfp8", "mxfp4"})
+_WHOLE_TYPES = frozenset({"F64", "F32", "F16", "BF16"})  # as safetensors calls them
 
 
 def format_settings(config: Config) -> Config | None:
@@ -147,6 +149,25 @@ def weight_format(config: Config) -> WeightFormat | None:
         )
     name = str(settings.get("quant_method") or "an unnamed format")
     return WeightFormat(name=name, treatment=Treatment.DECODED if name in _DECODED else Treatment.REFUSED)
+
+
+def refuse_plain_weights(config: Config, stored_types: Set[str], *, origin: str) -> None:
+    """InputError for a format of weights that is none, or that none of the files' types, if they are known, is of.
+
+    transformers would make scales of its own for weights in 16 bit. Those under bitsandbytes' name are quantised anew.
+    """
+    settings = config.get(_FORMAT)
+    if settings is not None and not isinstance(settings, Mapping):
+        raise InputError(
+            f"{origin}: {_FORMAT} must be an object, not {shown(settings)}; remove it, or download it again"
+        )
+    weights = weight_format(config)
+    if weights is None or weights.quant is not None or not stored_types or not stored_types <= _WHOLE_TYPES:
+        return
+    raise InputError(
+        f"{origin}: {_FORMAT} has the weights in {weights.name}, and the files have all of them in "
+        f"{', '.join(sorted(stored_types))}; remove {_FORMAT}, or download the model again"
+    )
 
 
 def refuse_format(weights: WeightFormat | None, *, origin: str, method: Method | None, source: str | None) -> None:
