@@ -11,7 +11,7 @@ from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table, paragraph
 from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures
-from shardwise.trainer.spec.report import AttemptRecord, Fault, Figures, Report
+from shardwise.trainer.spec.report import AttemptRecord, Fault, Figures, Report, relative_difference
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 FAULTS = {
@@ -185,10 +185,9 @@ def format_size(value: float) -> str:
 
 
 def difference(predicted: float | None, measured: float | None) -> str:
-    """The prediction relative to the measurement, as `+3.2%`; empty if one is missing."""
-    if predicted is None or not measured:
-        return ""
-    return f"{predicted / measured - 1:+.1%}"
+    """What was measured relative to the prediction, `-3.2%` if it is less; empty if one is missing."""
+    off = relative_difference(predicted, measured)
+    return "" if off is None else f"{off:+.1%}"
 
 
 def forecast(plan: Plan, step_s: float) -> dict[str, float | None]:
