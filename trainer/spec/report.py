@@ -139,6 +139,7 @@ class AttemptRecord(Value, frozen=True, kw_only=True):
     duration_s: float
     predicted_peak_bytes: int
     measured_peak_bytes: int | None = None  # allocated; where memory ran out, what was held by then
+    phases_s: dict[str, float] = {}  # steps, evaluation, saving, export of rank 0; the rest of the time is start-up
 
 
 class Report(Value, frozen=True, kw_only=True):
@@ -159,6 +160,9 @@ class Report(Value, frozen=True, kw_only=True):
     tokens: int  # positions that went through the model, without padding
     targets: int | None = None  # tokens that were learned; None: of an earlier version, which gave these as tokens
     duration_s: float  # of a run: of all its attempts, without the time between them
+    predicts_longest_row: bool = False  # predicted memory is of the longest row, measured memory of one step's rows
+    predicted_s: float | None = None  # of the whole run of `plan`
+    phases_s: dict[str, float] = {}  # as an attempt's; of a run: of all its attempts
     final_loss: float | None = None
     evaluations: tuple[Evaluation, ...] = ()
     sample: Sample | None = None
@@ -192,3 +196,12 @@ def predicted_figures(candidate: Candidate) -> Figures:
 def relative_difference(predicted: float | None, measured: float | None) -> float | None:
     """(measured - predicted) / predicted: -0.1 if a tenth less was measured; None without both figures."""
     return None if measured is None or not predicted else measured / predicted - 1
+
+
+MOST_QUEUED = 0.25  # of the time; one other program on each core makes it a half
+
+
+def busy_cores(report: Report) -> str | None:
+    """That other programs used the cores for so much of the time that measured speeds mean little; None if not."""
+    queued = report.measured.speed.queued_share or 0.0
+    return f"other programs used the cores {queued:.0%} of the time" if queued > MOST_QUEUED else None
