@@ -174,6 +174,12 @@ class Report(Value, frozen=True, kw_only=True):
     limit: str | None = None  # of a run that was stopped: the limit of the job that did it, limits.hours or limits.cost
     error: str | None = None  # one line
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Measured tokens per second of all devices, without padding: the median of the steady steps."""
+        each = self.measured.speed.tokens_per_s_per_gpu
+        return None if each is None else each * self.plan.num_ranks
+
 
 def predicted_figures(candidate: Candidate) -> Figures:
     """The plan's side of the comparison."""
