@@ -148,7 +148,7 @@ def plan_parts(form: Form) -> dict[str, str]:
     sections["memory"] = replace(memory, title="memory at every event of a step", blocks=memory.blocks[1:])
     more = "".join(folded_html(sections[name]) for name in _FOLDED if name in sections)
     return {
-        "verdict": _verdict(plan, context),
+        "verdict": verdict_html(plan, context),
         "memory": section_html(replace(memory, blocks=memory.blocks[:1]), "card"),
         "ways": _ways(plan, context, form) + section_html(replace(methods, blocks=methods.blocks[:1]), "card"),
         "command": _command(command, *start_and_repeat(options, inputs)[0]),
@@ -156,7 +156,7 @@ def plan_parts(form: Form) -> dict[str, str]:
     }
 
 
-def _verdict(plan: Plan, context: PlanningContext) -> str:
+def verdict_html(plan: Plan, context: PlanningContext) -> str:
     """The verdict of a plan: its time, memory and speed, and how it runs."""
     chosen, totals = plan.chosen, run_totals(context, plan.chosen)
     memory, seconds = chosen.memory, totals.hours * 3600
