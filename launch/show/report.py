@@ -243,13 +243,13 @@ def difference(predicted: float | None, measured: float | None) -> str:
 
 
 def forecast(plan: Plan, step_s: float) -> dict[str, float | None]:
-    """Seconds of a step, an epoch and the job of `plan`, and tokens a second, without saving and evaluation.
+    """Seconds of a step, an epoch and the job of `plan`, tokens a second without padding; no saving and evaluation.
 
     A stream, whose length is not known, has no epoch.
     """
     schedule = plan.schedule
     epoch_s = None if plan.data.is_stream else step_s * (plan.data.num_rows / schedule.sequences_per_step)
-    tokens_per_s = schedule.tokens_per_step / step_s
+    tokens_per_s = plan.num_tokens / schedule.num_steps / step_s
     return {"step_s": step_s, "tokens_per_s": tokens_per_s, "epoch_s": epoch_s, "job_s": step_s * schedule.num_steps}
 
 

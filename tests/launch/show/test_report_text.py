@@ -118,6 +118,9 @@ def test_a_forecast_is_steps_times_seconds():
     found = forecast(PLAN, 0.5)
     assert found["job_s"] == pytest.approx(15.0) and found["tokens_per_s"] == pytest.approx(8192 / 0.5)
     assert found["epoch_s"] == pytest.approx(160 / 16 * 0.5)  # rows of 512 tokens, 8192 tokens a step
+    half = replace(PLAN, data=replace(PLAN.data, num_tokens=PLAN.data.num_tokens // 2))
+    assert forecast(half, 0.5)["tokens_per_s"] == pytest.approx(4096 / 0.5), "padding is no token"
+    assert half.num_tokens == PLAN.num_tokens // 2 == 30 * 4096
     streamed = replace(PLAN, data=replace(PLAN.data, is_stream=True))
     assert forecast(streamed, 0.5)["epoch_s"] is None
 
