@@ -7,7 +7,7 @@ is that of all ranks. A line of metrics.jsonl that is half written is read at th
     progress   ██████████░░░░░░░░░░  50%, 1 min 10 s left
     loss       █▇▆▅▄▄▃▃▂▂▂▂▁▁▁▁▁▁▁▁  4.9513, held out 5.1943, learning rate 0.0003
     speed      ████████████████████  6.63k tokens/s, 114% of the predicted 5.84k, last 50 steps
-    memory     ░░░░░░░░░░░░░░░░░░░░  process 483 MiB of 23.5 GiB RAM, peak of tensors 244, predicted 244 MiB
+    memory     ░░░░░░░░░░░░░░░░░░░░  483 MiB of 23.5 GiB RAM, tensors 244, predicted 244 MiB
     incidents  none
 
 Text that does not fit is cut at the right, so a line never wraps: a terminal that wraps cannot be redrawn.
@@ -135,7 +135,7 @@ class MemoryGauge(NamedTuple):
     @property
     def peak_name(self) -> str:
         """Name of the peak: on a CPU it is of tensors alone, and less than the process has."""
-        return "peak" if self.place == "card" else "peak of tensors"
+        return "peak" if self.place == "card" else "tensors"
 
 
 class CardFigures(NamedTuple):
@@ -458,8 +458,7 @@ def _memory(gauge: MemoryGauge | None, width: int, glyphs: Glyphs) -> _Row | Non
     used, total, mark = gauge.used_bytes, gauge.total_bytes, None
     parts = []
     if used is not None:
-        process = "" if gauge.place == "card" else "process "
-        parts.append(f"{process}{_pair(used, ' of ', total)} {gauge.place}")
+        parts.append(f"{_pair(used, ' of ', total)} {gauge.place}")
     if gauge.peak_bytes is not None:
         parts.append(f"{gauge.peak_name} {_pair(gauge.peak_bytes, ', predicted ', gauge.predicted_peak_bytes)}")
     if used is not None and total:
