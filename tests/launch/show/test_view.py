@@ -86,9 +86,7 @@ def test_before_anything_is_known_there_is_a_state():
     assert "memory     ##########----------  tensors 122, predicted 244 MiB" in lines, "without a total"
     assert "loss       _                     no number, learning rate 0.0003" in lines
     view = ON_A_CPU._replace(memory=live.MemoryGauge(6 * GIB, 24 * GIB, "RAM", None, None, None))
-    assert "memory     #####---------------  6 of 24 GiB RAM" in live.block_lines(
-        view, width=80, glyphs=live.ASCII
-    )
+    assert "memory     #####---------------  6 of 24 GiB RAM" in live.block_lines(view, width=80, glyphs=live.ASCII)
 
 
 @pytest.mark.parametrize("glyphs", GLYPHS.values(), ids=GLYPHS)
