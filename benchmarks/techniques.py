@@ -147,10 +147,10 @@ def table_of(rows: list[Measured]) -> str:
             f"{row.peak_bytes / MIB:.1f} MiB",
             f"{row.peak_bytes / base.peak_bytes:.0%}",
             f"{row.predicted_bytes / MIB:.1f} MiB",
-            f"{row.predicted_bytes / row.peak_bytes - 1:+.1%}",
+            f"{row.peak_bytes / row.predicted_bytes - 1:+.1%}".replace("-0.0%", "+0.0%"),
             f"{row.steady_bytes / MIB:.1f} MiB",
         ])  # fmt: skip
-    return markdown_table(("technique", "peak", "of the plain one", "predicted", "error", "between steps"), lines)
+    return markdown_table(("technique", "peak", "of the plain one", "predicted", "difference", "between steps"), lines)
 
 
 def main() -> int:

@@ -171,6 +171,7 @@ _NO_EXPANDING = "export PYTORCH_ALLOC_CONF=expandable_segments:False"
 def _report(
     plan: Plan, state: "RunState", ending: Ending, *, error: str | None, exit_code: ExitCode, duration_s: float
 ) -> Report:
+    from shardwise.trainer.planning.schedule import longest_row_decides
     from shardwise.trainer.runtime.run.state import measured_figures
 
     sample = None
@@ -199,6 +200,7 @@ def _report(
         checkpoint=state.checkpoint,
         export=state.export,
         resumed_from_step=state.resumed_from_step,
+        predicts_longest_row=longest_row_decides(plan.data),
         error=error,
     )
 

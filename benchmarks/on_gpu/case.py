@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from shardwise.trainer.spec.report import Figures
+from shardwise.trainer.spec.report import Figures, relative_difference
 from shardwise.trainer.spec.value import Value
 
 Row = dict[str, Any]  # one line of the log: plain JSON values
@@ -81,6 +81,18 @@ class CaseResult(Value, frozen=True, kw_only=True):
         """The same for the bytes allocated between steps."""
         predicted, measured = (side.memory.steady_allocated_bytes for side in (self.predicted, self.measured))
         return predicted / measured - 1 if predicted and measured and self.outcome is Outcome.RAN else None
+
+    @property
+    def peak_difference(self) -> float | None:
+        """(measured - predicted) / predicted of the peak; None if no step was measured."""
+        predicted, measured = (side.memory.peak_allocated_bytes for side in (self.predicted, self.measured))
+        return relative_difference(predicted, measured) if self.outcome is Outcome.RAN else None
+
+    @property
+    def speed_difference(self) -> float | None:
+        """The same for the tokens per second."""
+        predicted = self.predicted.speed.tokens_per_s_per_gpu
+        return relative_difference(predicted, self.tokens_per_s) if self.outcome is Outcome.RAN else None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -169,8 +169,8 @@ def table(rows: Mapping[str, Row]) -> str:
     for name, row in rows.items():
         result = result_of(row)
         peak = None if result is None else result.measured.memory.peak_allocated_bytes
-        error = None if result is None else result.peak_error
+        difference = None if result is None else result.peak_difference
         reason = row.get("error") or (None if result is None else result.reason)
         verdict = row.get("verdict") or f"{row.get('outcome')}: {reason}"
-        lines.append((name, verdict, bytes_cell(peak), percent(error)))
-    return markdown_table(("configuration", "verdict", "peak allocated", "error of the prediction"), lines)
+        lines.append((name, verdict, bytes_cell(peak), percent(difference)))
+    return markdown_table(("configuration", "verdict", "peak allocated", "difference from the prediction"), lines)

@@ -92,8 +92,9 @@ def table(rows: Mapping[str, Row]) -> str:
         rate, peak = result.tokens_per_s, result.measured.memory.peak_allocated_bytes
         lines.append((
             name, str(result.outcome) if result.reason is None else f"{result.outcome}: {result.reason}", number(rate),
-            ratio(rate, base), ratio(gain.get("speedup"), 1.0), percent(result.speed_error), bytes_cell(peak),
+            ratio(rate, base), ratio(gain.get("speedup"), 1.0), percent(result.speed_difference), bytes_cell(peak),
         ))  # fmt: skip
     return markdown_table(
-        ("run", "outcome", "tokens/s", f"of {BASE}", "products alone", "error of the plan's speed", "peak"), lines
+        ("run", "outcome", "tokens/s", f"of {BASE}", "products alone", "difference from the plan's speed", "peak"),
+        lines,
     )

@@ -195,7 +195,7 @@ def table(rows: Mapping[str, Row]) -> str:
     spread_table = markdown_table(("figure", "method", "cases", "median error", "95 %", "worst"), lines)
     worst_first = sorted(results, key=lambda result: -abs(result.peak_error or 0.0))
     cases = markdown_table(
-        ("configuration", "peak event", "peak predicted", "measured", "error", "tokens/s predicted", "measured"),
+        ("configuration", "peak event", "peak predicted", "measured", "difference", "tokens/s predicted", "measured"),
         [_case_cells(result) for result in worst_first],
     )
     return f"{spread_table}\n{cases}"
@@ -208,7 +208,7 @@ def _case_cells(result: CaseResult) -> tuple[str, ...]:
         result.peak_event or "",
         bytes_cell(predicted.memory.peak_allocated_bytes),
         bytes_cell(measured.memory.peak_allocated_bytes),
-        percent(result.peak_error),
+        percent(result.peak_difference),
         number(predicted.speed.tokens_per_s_per_gpu if measured.speed.tokens_per_s_per_gpu else None),
         number(measured.speed.tokens_per_s_per_gpu),
     )

@@ -74,7 +74,17 @@ def table(rows: Mapping[str, Row]) -> str:
         lines.append((
             name, str(row.get("verdict") or f"{result.outcome}: {result.reason}"), result.strategy or "",
             f"{result.micro_batch} x {result.accumulation}", bytes_cell(result.need_bytes),
-            bytes_cell(result.measured.memory.device_bytes), number(result.tokens_per_s), percent(result.speed_error),
+            bytes_cell(result.measured.memory.device_bytes), number(result.tokens_per_s),
+            percent(result.speed_difference),
         ))  # fmt: skip
-    header = ("job", "verdict", "chosen", "micro batches", "needs", "device", "tokens/s", "error of the prediction")
+    header = (
+        "job",
+        "verdict",
+        "chosen",
+        "micro batches",
+        "needs",
+        "device",
+        "tokens/s",
+        "difference from the prediction",
+    )
     return markdown_table(header, lines)

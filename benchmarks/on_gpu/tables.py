@@ -16,8 +16,8 @@ def number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:,.0f}"
 
 
-def percent(error: float | None) -> str:
-    return NOTHING if error is None else f"{error:+.1%}"
+def percent(difference: float | None) -> str:
+    return NOTHING if difference is None else f"{difference:+.1%}".replace("-0.0%", "+0.0%")
 
 
 def ratio(value: float | None, base: float | None) -> str:

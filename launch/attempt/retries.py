@@ -158,6 +158,7 @@ def attempt_record(end: AttemptEnd, report: Report, attempt_dir: Path, begin: Be
         cause=None if end.fault is None else report.error,
         duration_s=time.monotonic() - begin.moment_s,
         measured_peak_bytes=report.measured.memory.peak_allocated_bytes,
+        phases_s=report.phases_s,
     )
 
 

@@ -39,10 +39,11 @@ def _text(runs: Sequence[RecordedRun]) -> str:
         from shardwise.launch.show.report import render_run
 
         return render_run(runs[0])
+    from shardwise.launch.show.report import terminal_width
     from shardwise.launch.show.run_page import comparison_page
     from shardwise.trainer.planning.page.content import page_text
 
-    return page_text(comparison_page(runs), width=100)
+    return page_text(comparison_page(runs), width=terminal_width())
 
 
 def _write_page(path: Path, runs: Sequence[RecordedRun]) -> None:

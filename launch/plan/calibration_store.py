@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardwise.trainer.spec.report import Report
 
 FILE_NAME = "calibration.jsonl"
-MOST_QUEUED = 0.25  # of the time; one other program on each core makes it a half
 MAX_RECORDS = 100  # of one device; every plan.json contains them
 
 
@@ -64,16 +63,13 @@ def store_measurements(
 
     `on_line` gets the reason for which a measurement is not stored.
     """
-    from shardwise.trainer.spec.report import Ending  # a plan only reads the store
+    from shardwise.trainer.spec.report import Ending, busy_cores  # a plan only reads the store
 
     if report.ending is not Ending.FINISHED:
         return
-    queued = report.measured.speed.queued_share or 0.0
-    if queued > MOST_QUEUED:
-        on_line(
-            f"other programs used the cores: rank 0 waited {queued:.0%} of the time for one; the measurements are "
-            "not stored for later plans"
-        )
+    busy = busy_cores(report)
+    if busy is not None:
+        on_line(f"{busy}: the measurements are not stored for later plans")
         return
     record = record_of_run(report, plan, now=datetime.now(UTC), source=source)
     if record is not None:

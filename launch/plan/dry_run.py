@@ -33,6 +33,7 @@ from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
 from shardwise.trainer.spec.packages import kernel_packages
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
+from shardwise.trainer.spec.report import relative_difference
 from shardwise.trainer.spec.strategy import Attention, Quant
 from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
@@ -147,8 +148,8 @@ def describe_simulation(simulation: Simulation, predicted: MemoryEstimate, *, is
 
 
 def _compared(name: str, expected: int | None, seen: int | None) -> str:
-    difference = f"{expected / seen - 1:+.2%}" if expected is not None and seen else "-"
-    return _COLUMNS.format(name, _or_dash(expected), _or_dash(seen), difference)
+    off = relative_difference(expected, seen)
+    return _COLUMNS.format(name, _or_dash(expected), _or_dash(seen), "-" if off is None else f"{off:+.2%}")
 
 
 def _or_dash(num_bytes: int | None) -> str:

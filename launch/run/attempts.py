@@ -8,7 +8,8 @@ step learns from. The report of the run has every attempt.
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,8 @@ from shardwise.launch.rundir.lock import HeldFolder, is_cancelled
 from shardwise.launch.show.follow import Progress
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import TrackerProcess, running_trackers
+from shardwise.trainer.planning.candidates import run_seconds
+from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -151,6 +154,8 @@ def _concluded(
         history=tuple(past.history),
         attempts=len(past.history),
         duration_s=sum(record.duration_s for record in past.history),
+        predicted_s=run_seconds(context_of(plan), report.plan),
+        phases_s=_summed(record.phases_s for record in past.history),
         limit=spending.limit_of(report),
     )
     return _write_report(run_dir, attempt_dir, report, console)
@@ -378,6 +383,13 @@ def _run_report(end: AttemptEnd, decision: Decision, stop: StopRequest, run_dir:
     committed = run_dirs.committed_checkpoints(run_dir)
     newest = f"checkpoints/{committed[-1].name}" if committed else None
     return msgspec.structs.replace(report, ending=ending, exit_code=int(code), checkpoint=report.checkpoint or newest)
+
+
+def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for each in parts:
+        total.update(each)
+    return dict(total)
 
 
 def stop_code(stop: StopRequest, run_dir: Path | None = None) -> ExitCode:

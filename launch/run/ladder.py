@@ -36,7 +36,7 @@ from shardwise.trainer.spec.hardware import DeviceKind, Hardware
 from shardwise.trainer.spec.job.sections import Job, Limits
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Candidate, Plan
-from shardwise.trainer.spec.report import Figures, Report
+from shardwise.trainer.spec.report import Figures, Report, relative_difference
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
@@ -67,7 +67,7 @@ _SWITCHES = ("compile", "activation_offload", "optimizer_in_backward")
 _AMBIGUOUS = ("eager", "none")
 _SECTIONS = ("pin.", METHOD, "train.lora.", "train.galore.")  # settings that do not change batch, data or seed
 PHASES = ("forward", "backward", "optimizer")
-_HEADER = ("technique", "peak", "predicted", "error", "change", "step", "predicted", "change")
+_HEADER = ("technique", "peak", "predicted", "difference", "change", "step", "predicted", "change")
 _RIGHT = tuple(range(1, len(_HEADER)))
 _AMPLE_BYTES = 2**50  # of a machine on which every plan fits
 _AMPLE_HOURS = 1e6
@@ -285,7 +285,7 @@ def _row(result: StepResult, previous: dict[str, Any]) -> dict[str, Any]:
         "outcome": str(result.outcome),
         "peak_bytes": peak,
         "predicted_peak_bytes": predicted,
-        "peak_error": _change(predicted, peak),
+        "peak_difference": relative_difference(predicted, peak),
         "peak_change": _change(peak, previous.get("peak_bytes")),
         "step_s": step_s,
         "predicted_step_s": predicted_s,
@@ -341,7 +341,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["rung"],
         _bytes(row["peak_bytes"]) if is_whole else "out of memory",
         _bytes(row["predicted_peak_bytes"]),
-        _percent(row["peak_error"]),
+        _percent(row["peak_difference"]),
         _percent(row["peak_change"]),
         _seconds(row["step_s"]),
         _seconds(row["predicted_step_s"]),

@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -153,6 +153,16 @@ def read_position(attempt_dir: Path) -> Position:
     if step is None or beat.step > step:
         phase = TRAINING_PHASE if beat.phase in STEP_PHASES or beat.phase == HOOK_PHASE else beat.phase
     return Position(phase, max(beat.step, step or 0), beat.problem or None)
+
+
+NUM_RECENT_STEPS = 50
+
+
+def recent_tokens_per_s(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Tokens per second of all ranks over these lines of metrics.jsonl together; None if none was timed."""
+    timed = [row for row in rows if row.get("tokens_per_s") and row.get("step_s")]
+    seconds = sum(row["step_s"] for row in timed)
+    return sum(row["tokens_per_s"] * row["step_s"] for row in timed) / seconds if seconds else None
 
 
 def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:

@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 from msgspec import field
 
-from shardwise.launch.rundir.files import RunFiles, is_run_dir, point_of, read_run
+from shardwise.launch.rundir.files import (
+    NUM_RECENT_STEPS,
+    RunFiles,
+    is_run_dir,
+    point_of,
+    read_run,
+    recent_tokens_per_s,
+)
 from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner
 from shardwise.launch.rundir.paths import is_open
 from shardwise.launch.rundir.process_record import read_state
@@ -113,9 +120,6 @@ def _run_dir(script: str, task: str) -> Path | None:
     if not is_found or not folder.is_dir():
         return None
     return next((path for path in points_of(folder) if str(point_of(path)) == task), None) if task else folder
-
-
-_ROWS_FOR_RATE = 50
 
 
 class RunState(StrEnum):
@@ -283,6 +287,7 @@ def status_of(
     judged = judge(files, liveness, now_s=now_s)
     plan, report = files.plan, files.report
     row = files.rows[-1] if files.rows else {}
+    rate = report.tokens_per_s if report is not None and files.has_final_report else None
     eval_loss = next((line["eval_loss"] for line in reversed(files.rows) if line.get("eval_loss") is not None), None)
     peaks = [line["memory_peak_bytes"] for line in files.rows if line.get("memory_peak_bytes")]
     num_steps = plan.schedule.num_steps if plan is not None else report.num_steps if report is not None else None
@@ -304,7 +309,7 @@ def status_of(
         loss=row.get("loss"),
         eval_loss=eval_loss,
         lr=row.get("lr"),
-        tokens_per_s=row.get("tokens_per_s"),
+        tokens_per_s=rate or recent_tokens_per_s(files.rows[-NUM_RECENT_STEPS:]),
         memory_peak_bytes=max(peaks, default=None),
         seconds_left=seconds_left(files) if is_running else None,
         silent_s=max(0.0, now_s - (files.heartbeat_s or 0.0)) if is_silent else None,
@@ -321,7 +326,7 @@ def status_of(
 
 def seconds_left(files: RunFiles) -> float | None:
     """Seconds until the last step, at the mean of the last steps, without evaluations and saves between them."""
-    steps_s = [float(row["step_s"]) for row in files.rows[-_ROWS_FOR_RATE:] if row.get("step_s") is not None]
+    steps_s = [float(row["step_s"]) for row in files.rows[-NUM_RECENT_STEPS:] if row.get("step_s") is not None]
     if not steps_s or files.plan is None or files.step is None:
         return None
     return max(0, files.plan.schedule.num_steps - files.step) * sum(steps_s) / len(steps_s)

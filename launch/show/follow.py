@@ -20,7 +20,7 @@ from shardwise.launch.rundir.files import Position, RunFiles, read_position, rea
 from shardwise.launch.rundir.lock import recorded_owner
 from shardwise.launch.rundir.state import Judged, Queue, RunState, RunStatus, judge, read_liveness
 from shardwise.launch.show.screen import ViewOutput
-from shardwise.launch.show.view import LiveView, MetricsTail, StepLog, view_of
+from shardwise.launch.show.view import RECENT_STEPS, LiveView, MetricsTail, StepLog, view_of
 from shardwise.launch.terminal import Console
 from shardwise.slurm.jobs import describe_ended, describe_queued
 from shardwise.trainer.spec.messages.rank_files import TRAINING_PHASE
@@ -195,6 +195,7 @@ class WatchedRun:
             attempt=max(1, files.attempt),
             incidents=(*(() if report is None else report.incidents), *([files.problem] if files.problem else ())),
             is_running=judged.state in (RunState.RUNNING, RunState.UNKNOWN) and not files.has_final_report,
+            tokens_per_s=report.tokens_per_s if report is not None and files.has_final_report else None,
         )
 
 
@@ -281,7 +282,8 @@ def _learning(status: RunStatus) -> str:
     parts = [f"loss {status.loss:.4f}"] if status.loss is not None else []
     parts += [f"held-out loss {status.eval_loss:.4f}"] if status.eval_loss is not None else []
     parts += [f"learning rate {status.lr:.3g}"] if status.lr is not None else []
-    parts += [f"{format_count(status.tokens_per_s)} tokens/s"] if status.tokens_per_s else []
+    recent = f" in the {RECENT_STEPS}" if status.state is RunState.RUNNING else ""
+    parts += [f"{format_count(status.tokens_per_s)} tokens/s{recent}"] if status.tokens_per_s else []
     parts += [f"peak {format_bytes(status.memory_peak_bytes)} on rank 0"] if status.memory_peak_bytes else []
     return ", ".join(parts)
 

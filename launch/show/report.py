@@ -1,5 +1,6 @@
 """A report as plain text: the end of the run, and every prediction with its measurement; and a profile as a page."""
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table, paragraph
 from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures
-from shardwise.trainer.spec.report import AttemptRecord, Fault, Figures, Report
+from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Figures, Report, busy_cores, relative_difference
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 FAULTS = {
@@ -23,6 +24,8 @@ FAULTS = {
 }
 
 
+PROCESS_RAM = "RAM of each process"
+_PARTS_OF_TIME = ("steps", "evaluation", "saving", "export")
 _MOST_LEARNED = 0.9  # of the tokens: where more are learned, their rate is no line of its own
 
 
@@ -34,12 +37,15 @@ def render_run(run: RecordedRun) -> str:
     if run.final_loss is not None:
         lines.append(f"  training loss {run.final_loss:.4f} at step {run.step}")
     if run.plan is not None:
-        lines += ["", *_comparison_lines(run.predicted, run.measured)]
+        lines += ["", *_comparison_lines(comparison_rows(run.predicted, run.measured))]
     return "\n".join(lines)
 
 
-def render_report(report: Report, *, run_dir: Path, recommended: Sequence[Recommendation] = ()) -> str:
-    """The report of one run, for a terminal."""
+def render_report(
+    report: Report, *, run_dir: Path, recommended: Sequence[Recommendation] = (), width: int | None = None
+) -> str:
+    """The report of one run, for a terminal of `width` columns, without it for the one at hand."""
+    width = terminal_width() if width is None else width
     lines = [f"{run_dir}: {end_line(report)}"]
     if report.error:
         lines.append(f"  error: {report.error}")
@@ -48,16 +54,24 @@ def render_report(report: Report, *, run_dir: Path, recommended: Sequence[Recomm
     if len(report.history) > 1:
         lines += [f"  {attempt_line(attempt)}" for attempt in report.history]
     lines += [f"  incident: {incident}" for incident in report.incidents]
-    lines += [f"  {line}" for line in loss_lines(report)]
-    lines += ["", *_comparison_lines(report.predicted, report.measured)]
-    lines += ["", parts] if (parts := parts_line(report.measured.speed.parts)) else []
-    lines += ["", *verified] if (verified := verified_lines(report)) else []
+    lines += [line for text in loss_lines(report) for line in paragraph(text, width=width)]
+    lines += ["", *_comparison_lines(comparison_rows(report.predicted, report.measured, report=report))]
+    parts = parts_line(report.measured.speed.parts)
+    lines += ["", *paragraph(parts, width=width, indent="")] if parts else []
+    lines += [line for text in comparison_notes(report) for line in paragraph(text, width=width, indent="")]
+    verified = [line for text in verified_lines(report) for line in paragraph(text, width=width, indent="")]
+    lines += ["", *verified] if verified else []
     lines += _sample_lines(report)
     if recommended:
-        lines += ["", "what would help:", *(line for each in recommended for line in paragraph(each.text, width=100))]
+        lines += ["", "what would help:", *(line for each in recommended for line in paragraph(each.text, width=width))]
     lines += [f"checkpoint: {run_dir / report.checkpoint}"] if report.checkpoint else []
     lines += [f"model: {run_dir / report.export}"] if report.export else []
     return "\n".join(lines)
+
+
+def terminal_width() -> int:
+    """Columns of text: those of the terminal, at most 100."""
+    return min(100, shutil.get_terminal_size((100, 24)).columns)
 
 
 def attempt_line(attempt: AttemptRecord) -> str:
@@ -103,28 +117,49 @@ def parts_line(parts: Mapping[str, float]) -> str:
     return f"a step: {', '.join(f'{name} {format_seconds(each)}' for name, each in ordered)}" if ordered else ""
 
 
-def comparison_rows(predicted: Figures, measured: Figures) -> list[tuple[str, str, str, str]]:
-    """(figure, predicted, measured, difference), the header first."""
+def comparison_rows(
+    predicted: Figures, measured: Figures, *, report: Report | None = None
+) -> list[tuple[str, str, str, str]]:
+    """(figure, predicted, measured, difference), the header first; without a report not the time of the run."""
 
     def row(
-        label: str, expected: float | None, found: float | None, form: Callable[[float], str]
+        label: str,
+        expected: float | None,
+        found: float | None,
+        form: Callable[[float], str],
+        *,
+        is_comparable: bool = True,
     ) -> tuple[str, str, str, str]:
-        return label, shown(expected, form), shown(found, form), difference(expected, found)
+        off = difference(expected, found) if is_comparable else ""
+        return label, shown(expected, form), shown(found, form), off
 
     rows = [("", "predicted", "measured", "difference")]
+    if report is not None:
+        is_whole = report.ending is Ending.FINISHED
+        whole = ("time of the run", report.predicted_s, report.duration_s)
+        rows.append(row(*whole, format_seconds, is_comparable=is_whole))
+        rows += [row(f"  {name}", None, seconds, format_seconds) for name, seconds in _parts_of_time(report)]
+    same_rows = report is None or not report.predicts_longest_row
+    is_cpu = measured.memory.device_bytes is None and measured.memory.peak_reserved_bytes is None
     for label, name in (
         ("peak allocated", "peak_allocated_bytes"),
         ("steady allocated", "steady_allocated_bytes"),
         ("peak reserved", "peak_reserved_bytes"),
         ("device", "device_bytes"),
-        ("host", "host_bytes"),
+        (PROCESS_RAM if is_cpu else "host", "host_bytes"),
     ):
         expected, found = getattr(predicted.memory, name), getattr(measured.memory, name)
-        rows += [row(label, expected or None, found, format_size)] if found is not None else []
+        if is_cpu and name == "host_bytes" and report is not None:
+            expected = report.plan.memory.need_bytes
+        comparable = same_rows or name == "steady_allocated_bytes"
+        rows += (
+            [row(label, expected or None, found, format_size, is_comparable=comparable)] if found is not None else []
+        )
     expected_parts, found_parts = grouped(predicted.memory.parts), measured.memory.parts
     for name in dict.fromkeys((*expected_parts, *found_parts)):
         expected, found = expected_parts.get(name), found_parts.get(name)
-        rows += [row(f"  {name.replace('_', ' ')}", expected, found, format_size)] if expected or found else []
+        label = f"  {name.replace('_', ' ')}"
+        rows += [row(label, expected, found, format_size, is_comparable=same_rows)] if expected or found else []
     before, after = predicted.speed, measured.speed
     rate, learned = after.tokens_per_s_per_gpu, after.targets_per_s_per_gpu
     counts_targets = rate is not None and learned is None  # an earlier version
@@ -138,13 +173,30 @@ def comparison_rows(predicted: Figures, measured: Figures) -> list[tuple[str, st
     return rows
 
 
-def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
-    rows = comparison_rows(predicted, measured)
+def _comparison_lines(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}".rstrip()
         for row in rows
     ]
+
+
+def _parts_of_time(report: Report) -> Iterator[tuple[str, float]]:
+    """Seconds of start-up (all that is nothing else), steps, evaluation, saving and export."""
+    if report.phases_s:
+        yield "start-up", max(0.0, report.duration_s - sum(report.phases_s.values()))
+        yield from ((name, report.phases_s[name]) for name in _PARTS_OF_TIME if name in report.phases_s)
+
+
+def comparison_notes(report: Report) -> Iterator[str]:
+    """What a reader of the differences must know: other programs on the cores, rows of other lengths."""
+    if (busy := busy_cores(report)) is not None:
+        yield busy
+    if report.predicts_longest_row:
+        yield (
+            "memory is predicted for the longest row, and was measured in one step, whose rows may be shorter: no "
+            "difference is given"
+        )
 
 
 def verified_lines(report: Report) -> list[str]:
@@ -185,20 +237,19 @@ def format_size(value: float) -> str:
 
 
 def difference(predicted: float | None, measured: float | None) -> str:
-    """The prediction relative to the measurement, as `+3.2%`; empty if one is missing."""
-    if predicted is None or not measured:
-        return ""
-    return f"{predicted / measured - 1:+.1%}"
+    """What was measured relative to the prediction, `-3.2%` if it is less; empty if one is missing."""
+    off = relative_difference(predicted, measured)
+    return "" if off is None else f"{off:+.1%}"
 
 
 def forecast(plan: Plan, step_s: float) -> dict[str, float | None]:
-    """Seconds of a step, an epoch and the job of `plan`, and tokens a second, without saving and evaluation.
+    """Seconds of a step, an epoch and the job of `plan`, tokens a second without padding; no saving and evaluation.
 
     A stream, whose length is not known, has no epoch.
     """
     schedule = plan.schedule
     epoch_s = None if plan.data.is_stream else step_s * (plan.data.num_rows / schedule.sequences_per_step)
-    tokens_per_s = schedule.tokens_per_step / step_s
+    tokens_per_s = plan.num_tokens / schedule.num_steps / step_s
     return {"step_s": step_s, "tokens_per_s": tokens_per_s, "epoch_s": epoch_s, "job_s": step_s * schedule.num_steps}
 
 

@@ -21,6 +21,7 @@ from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, Step, endin
 from shardwise.launch.show.report import (
     FAULTS,
     attempt_line,
+    comparison_notes,
     comparison_rows,
     difference,
     format_size,
@@ -109,8 +110,9 @@ def _comparison(run: RecordedRun) -> list[Block]:
     """The figures as a table, and the parts of memory as bars of one scale."""
     if run.candidate is None:
         return []
-    rows = tuple(comparison_rows(run.predicted, run.measured))
+    rows = tuple(comparison_rows(run.predicted, run.measured, report=run.report))
     blocks: list[Block] = [Table(rows=rows, right=(1, 2, 3))]
+    blocks += [] if run.report is None else _sentences(list(comparison_notes(run.report)))
     expected, found = grouped(run.predicted.memory.parts), run.measured.memory.parts
     parts = {name: (expected.get(name), found.get(name)) for name in dict.fromkeys((*expected, *found))}
     if found:

@@ -6,8 +6,8 @@ is that of all ranks. A line of metrics.jsonl that is half written is read at th
     quickstart: training, step 150 of 300
     progress   ██████████░░░░░░░░░░  50%, 1 min 10 s left
     loss       █▇▆▅▄▄▃▃▂▂▂▂▁▁▁▁▁▁▁▁  4.9513, held out 5.1943, learning rate 0.0003
-    speed      ████████████████████  6.63k tokens/s, 114% of the predicted 5.84k
-    memory     ░░░░░░░░░░░░░░░░░░░░  483 MiB of 23.5 GiB RAM, peak 244, predicted 244 MiB
+    speed      ████████████████████  6.63k tokens/s, 114% of the predicted 5.84k, last 50 steps
+    memory     ░░░░░░░░░░░░░░░░░░░░  483 MiB of 23.5 GiB RAM, tensors 244, predicted 244 MiB
     incidents  none
 
 Text that does not fit is cut at the right, so a line never wraps: a terminal that wraps cannot be redrawn.
@@ -19,7 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.launch.rundir.files import NewLines, parse_row, thinned_lines
+from shardwise.launch.rundir.files import (
+    NUM_RECENT_STEPS,
+    NewLines,
+    parse_row,
+    recent_tokens_per_s,
+    thinned_lines,
+)
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import printable
@@ -110,8 +116,10 @@ def _columns(points: Sequence[Point], width: int) -> list[float]:
     return means
 
 
-_NUM_RECENT = 50
 _LEAST_SEEN_S = 2.0  # before the pace of the steps that appeared is used
+
+
+RECENT_STEPS = f"last {NUM_RECENT_STEPS} steps"
 
 
 class MemoryGauge(NamedTuple):
@@ -123,6 +131,11 @@ class MemoryGauge(NamedTuple):
     predicted_bytes: int | None  # of what is used
     peak_bytes: int | None = None  # allocated
     predicted_peak_bytes: int | None = None
+
+    @property
+    def peak_name(self) -> str:
+        """Name of the peak: on a CPU it is of tensors alone, and less than the process has."""
+        return "peak" if self.place == "card" else "tensors"
 
 
 class CardFigures(NamedTuple):
@@ -148,6 +161,7 @@ class LiveView(NamedTuple):
     eval_loss: float | None = None
     lr: float | None = None
     tokens_per_s: float | None = None
+    rate_of: str = ""  # what the rate is of: the last steps, or the run as its report has it
     predicted_tokens_per_s: float | None = None
     mfu: float | None = None
     memory: MemoryGauge | None = None
@@ -164,7 +178,7 @@ class StepLog:
         self.num_skipped = 0
         self.incidents: list[str] = []
         self.curve = Curve()  # of the loss
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=NUM_RECENT_STEPS)
         self._first_seen: tuple[int, float] | None = None
         self._last_seen: tuple[int, float] | None = None
 
@@ -194,9 +208,7 @@ class StepLog:
 
     def tokens_per_s(self) -> float | None:
         """The rate over the last steps together."""
-        timed = [row for row in self._recent if row.get("tokens_per_s") and row.get("step_s")]
-        seconds = sum(row["step_s"] for row in timed)
-        return sum(row["tokens_per_s"] * row["step_s"] for row in timed) / seconds if seconds else None
+        return recent_tokens_per_s(self._recent)
 
     def seconds_left(self, num_steps: int) -> float | None:
         """By the pace at which steps appeared, evaluations and saves included; else by the steps alone."""
@@ -225,8 +237,12 @@ def view_of(
     attempt: int = 1,
     incidents: Sequence[str] = (),
     is_running: bool = True,
+    tokens_per_s: float | None = None,
 ) -> LiveView:
-    """The view after these steps, or a later `step` that has no figures; what only a plan has is None without one."""
+    """The view after these steps, or a later `step` that has no figures; what only a plan has is None without one.
+
+    `tokens_per_s` is that of the report of a run that has ended; without it the last steps decide.
+    """
     row, num_steps = steps.last, None if plan is None else plan.schedule.num_steps
     chosen = None if plan is None else plan.chosen
     return LiveView(
@@ -240,7 +256,8 @@ def view_of(
         loss=row.get("loss"),
         eval_loss=row.get("eval_loss"),
         lr=row.get("lr"),
-        tokens_per_s=steps.tokens_per_s(),
+        tokens_per_s=tokens_per_s or steps.tokens_per_s(),
+        rate_of="the run" if tokens_per_s else RECENT_STEPS,
         predicted_tokens_per_s=None if chosen is None else chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks,
         mfu=row.get("mfu"),
         memory=memory_gauge(row, plan),
@@ -431,6 +448,7 @@ def _speed(view: LiveView, width: int, glyphs: Glyphs) -> _Row | None:
     parts = [f"{format_count(view.tokens_per_s)} tokens/s"]
     if share is not None and view.predicted_tokens_per_s is not None:
         parts.append(f"{share:.0%} of the predicted {format_count(view.predicted_tokens_per_s)}")
+    parts += [view.rate_of] if view.rate_of else []
     parts += [f"MFU {view.mfu:.1%}"] if view.mfu is not None else []
     return _Row("speed", "" if share is None else bar(share, width=width, glyphs=glyphs), parts)
 
@@ -444,7 +462,7 @@ def _memory(gauge: MemoryGauge | None, width: int, glyphs: Glyphs) -> _Row | Non
     if used is not None:
         parts.append(f"{_pair(used, ' of ', total)} {gauge.place}")
     if gauge.peak_bytes is not None:
-        parts.append(f"peak {_pair(gauge.peak_bytes, ', predicted ', gauge.predicted_peak_bytes)}")
+        parts.append(f"{gauge.peak_name} {_pair(gauge.peak_bytes, ', predicted ', gauge.predicted_peak_bytes)}")
     if used is not None and total:
         mark = None if gauge.predicted_bytes is None else gauge.predicted_bytes / total
         share = used / total

@@ -113,7 +113,7 @@ class WandbTracker(Tracker):
         report = end.report
         summary: dict[str, Any] = dict(self._summaries.all())
         if report is not None:
-            summary |= {f"report/{name}": value for name, value in _report_figures(report).items()}
+            summary |= {f"report/{name}": value for name, value in run_figures(report).items()}
         self._run.summary.update(summary)
         is_finished = report is not None and report.ending is Ending.FINISHED
         if report is not None and report.ending is Ending.PREEMPTED:
@@ -212,7 +212,7 @@ def _init(run: Run, record: WandbRun, config: Mapping[str, Any], *, mode: str) -
     )
 
 
-def _report_figures(report: Report) -> dict[str, Any]:
+def run_figures(report: Report) -> dict[str, Any]:
     memory, speed = report.measured.memory, report.measured.speed
     figures = {
         "ending": str(report.ending),

@@ -61,7 +61,7 @@ def test_a_run_and_its_watcher_show_the_same_on_terminals(workplace: Workplace) 
     assert block[1] == f"progress   {'█' * 32}  100%"
     assert re.match(r"loss       [▁-█]{32}  \d\.\d{4}, held out \d\.\d{4}, learning rate", block[2])
     assert block[3].startswith("speed      ") and "% of the predicted" in block[3]
-    assert block[4].startswith("memory     ") and "RAM, peak " in block[4] and ", predicted " in block[4]
+    assert block[4].startswith("memory     ") and "RAM, tensors " in block[4] and ", predicted " in block[4]
     assert block[5] == "incidents  none"
     above, below = lines[:begin], lines[begin + 6 :]
     assert any("(none/" in line for line in above) and any("finished at step 40" in line for line in below)

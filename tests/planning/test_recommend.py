@@ -182,3 +182,14 @@ def test_the_best_come_first_and_at_most_five_are_said(plan: Plan) -> None:
     gains = [each.gain or 0.0 for each in found]
     assert len(found) == MAX_RECOMMENDATIONS and gains == sorted(gains, reverse=True) and min(gains) >= LEAST_GAIN
     assert not any("probe --measure" in each.text for each in found), "what gains no speed comes last"
+
+
+def test_busy_cores_and_a_loss_above_guessing_come_first_and_are_not_contradicted(plan: Plan) -> None:
+    report = report_of(plan, step_factor=3.0)
+    measured = replace(report.measured, speed=replace(report.measured.speed, queued_share=0.76))
+    last = replace(report.evaluations[-1], loss=6.5, unigram_entropy_nats=6.25)
+    worse, busy = said(plan, replace(report, measured=measured, evaluations=(last,)))
+    assert "6.5000" in worse and "6.2500" in worse and "76%" in busy
+    learned = replace(last, loss=6.0)
+    (text,) = said(plan, replace(report, evaluations=(learned,)))
+    assert "probe --measure" in text

@@ -249,6 +249,11 @@ def run_hours(context: PlanningContext, candidate: Candidate) -> float:
     return seconds / 3600
 
 
+def run_seconds(context: PlanningContext, candidate: Candidate) -> float | None:
+    """Predicted seconds of the whole run; None if the speed of the device is not known."""
+    return run_hours(context, candidate) * 3600 if context.device.has_known_speed else None
+
+
 def _tokens_scored(context: PlanningContext, configuration: Configuration) -> int:
     """Tokens of all forwards of a run without a backward, except those of DPO's reference within a step."""
     schedule, num_eval_tokens = context.schedule, context.num_eval_tokens

@@ -22,7 +22,7 @@ from shardwise.trainer.planning.search.configurations import best_candidate
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.plan import Candidate, Plan, RatesSource
-from shardwise.trainer.spec.report import Report
+from shardwise.trainer.spec.report import Report, busy_cores
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 
@@ -60,11 +60,25 @@ class Recommendation(Value, frozen=True, kw_only=True):
 
 
 def recommendations(plan: Plan, report: Report, observed: Observed) -> tuple[Recommendation, ...]:
-    """At most five, the one that gains most first."""
+    """At most five: first what makes the others meaningless, then the one that gains most."""
     context = context_of(plan)
     found = [each for find in _FINDERS for each in find(context, plan, report, observed)]
     worth = [each for each in found if each.gain is None or each.gain >= LEAST_GAIN]
-    return tuple(sorted(worth, key=lambda each: -(each.gain or 0.0))[:MAX_RECOMMENDATIONS])
+    ordered = sorted(worth, key=lambda each: -(each.gain or 0.0))
+    return (*_first(report), *ordered)[:MAX_RECOMMENDATIONS]
+
+
+def _first(report: Report) -> Iterator[Recommendation]:
+    """What matters more than any speed: a model that has learned nothing, and measurements that mean nothing."""
+    last = report.evaluations[-1] if report.evaluations else None
+    if last is not None and last.unigram_entropy_nats is not None and last.loss > last.unigram_entropy_nats:
+        text = (
+            f"the held-out loss {last.loss:.4f} is above {last.unigram_entropy_nats:.4f}, what guessing by frequency "
+            "gives: the model has not learned yet; more steps, another train.lr, or a look at the data"
+        )
+        yield Recommendation(text=text, gain=None)
+    if (busy := busy_cores(report)) is not None:
+        yield Recommendation(text=f"{busy}; measure again on an idle machine", gain=None)
 
 
 def unused_bytes(report: Report) -> int | None:
@@ -190,6 +204,8 @@ def _prediction(context: PlanningContext, plan: Plan, report: Report, _: Observe
     """Measurement of the machine's ceilings, if datasheets or assumptions were far off."""
     expected, found = report.predicted.speed.step_s, report.measured.speed.step_s
     if not expected or not found or rates_source(plan.hardware) is RatesSource.MEASURED:
+        return
+    if busy_cores(report) is not None:
         return
     off = max(expected, found) / min(expected, found)
     usual = usual_error(context.device)

@@ -376,6 +376,15 @@ class Plan(Value, frozen=True, kw_only=True):
         return self.candidates[0]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole run without padding; of a stream, whose rows are not known, positions of its steps."""
+        data, schedule = self.data, self.schedule
+        if data.is_stream or not data.num_rows:
+            return schedule.num_steps * schedule.tokens_per_step
+        of_rows = data.num_tokens * schedule.num_steps * schedule.sequences_per_step // data.num_rows
+        return min(of_rows, schedule.num_steps * schedule.tokens_per_step)
+
+    @property
     def all_warnings(self) -> tuple[str, ...]:
         """`warnings`, and the Python code that the model brings."""
         return self.warnings if self.model_code is None else (*self.warnings, self.model_code.description)

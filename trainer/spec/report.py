@@ -139,6 +139,7 @@ class AttemptRecord(Value, frozen=True, kw_only=True):
     duration_s: float
     predicted_peak_bytes: int
     measured_peak_bytes: int | None = None  # allocated; where memory ran out, what was held by then
+    phases_s: dict[str, float] = {}  # steps, evaluation, saving, export of rank 0; the rest of the time is start-up
 
 
 class Report(Value, frozen=True, kw_only=True):
@@ -159,6 +160,9 @@ class Report(Value, frozen=True, kw_only=True):
     tokens: int  # positions that went through the model, without padding
     targets: int | None = None  # tokens that were learned; None: of an earlier version, which gave these as tokens
     duration_s: float  # of a run: of all its attempts, without the time between them
+    predicts_longest_row: bool = False  # predicted memory is of the longest row, measured memory of one step's rows
+    predicted_s: float | None = None  # of the whole run of `plan`
+    phases_s: dict[str, float] = {}  # as an attempt's; of a run: of all its attempts
     final_loss: float | None = None
     evaluations: tuple[Evaluation, ...] = ()
     sample: Sample | None = None
@@ -169,6 +173,12 @@ class Report(Value, frozen=True, kw_only=True):
     history: tuple[AttemptRecord, ...] = ()  # of a run: every attempt, those before a resumption too
     limit: str | None = None  # of a run that was stopped: the limit of the job that did it, limits.hours or limits.cost
     error: str | None = None  # one line
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Measured tokens per second of all devices, without padding: the median of the steady steps."""
+        each = self.measured.speed.tokens_per_s_per_gpu
+        return None if each is None else each * self.plan.num_ranks
 
 
 def predicted_figures(candidate: Candidate) -> Figures:
@@ -187,3 +197,17 @@ def predicted_figures(candidate: Candidate) -> Figures:
             step_s=speed.step_s, tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu, mfu=speed.mfu, parts=speed.parts
         ),
     )
+
+
+def relative_difference(predicted: float | None, measured: float | None) -> float | None:
+    """(measured - predicted) / predicted: -0.1 if a tenth less was measured; None without both figures."""
+    return None if measured is None or not predicted else measured / predicted - 1
+
+
+MOST_QUEUED = 0.25  # of the time; one other program on each core makes it a half
+
+
+def busy_cores(report: Report) -> str | None:
+    """That other programs used the cores for so much of the time that measured speeds mean little; None if not."""
+    queued = report.measured.speed.queued_share or 0.0
+    return f"other programs used the cores {queued:.0%} of the time" if queued > MOST_QUEUED else None

@@ -26,7 +26,7 @@ from shardwise.launch.plan.gather import plan_inputs, profile_data
 from shardwise.trainer.planning.candidates import run_totals
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
-from shardwise.trainer.planning.explain.first_screen import about, alternatives, how, time_range
+from shardwise.trainer.planning.explain.first_screen import about, alternatives, how, memory_text, time_range
 from shardwise.trainer.planning.explain.plan_page import plan_page
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, time_error
@@ -148,7 +148,7 @@ def plan_parts(form: Form) -> dict[str, str]:
     sections["memory"] = replace(memory, title="memory at every event of a step", blocks=memory.blocks[1:])
     more = "".join(folded_html(sections[name]) for name in _FOLDED if name in sections)
     return {
-        "verdict": _verdict(plan, context),
+        "verdict": verdict_html(plan, context),
         "memory": section_html(replace(memory, blocks=memory.blocks[:1]), "card"),
         "ways": _ways(plan, context, form) + section_html(replace(methods, blocks=methods.blocks[:1]), "card"),
         "command": _command(command, *start_and_repeat(options, inputs)[0]),
@@ -156,30 +156,30 @@ def plan_parts(form: Form) -> dict[str, str]:
     }
 
 
-def _verdict(plan: Plan, context: PlanningContext) -> str:
+def verdict_html(plan: Plan, context: PlanningContext) -> str:
     """The verdict of a plan: its time, memory and speed, and how it runs."""
     chosen, totals = plan.chosen, run_totals(context, plan.chosen)
     memory, seconds = chosen.memory, totals.hours * 3600
-    used, usable = memory.occupied_bytes, memory.usable_bytes
+    needed, usable = memory.need_bytes, memory.usable_bytes
     error = time_error(context, chosen)
     within = "" if error is None else f"{time_range(seconds, error)}, {error_text(error)}"
     num_steps = plan.schedule.num_steps
     steps = f"{num_steps:,} steps of {format_seconds(chosen.speed.step_s)}"
     host, granted = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
-    place = "of each rank's RAM" if context.is_cpu else "of each card"
+    place, peak = ("RAM of each process", "peak of tensors") if context.is_cpu else ("each card", "peak")
     tiles = [
         tile("time", about(seconds) if context.device.has_known_speed else "not known", escape(within), steps),
         tile(
             "memory",
-            format_bytes(used),
-            bar(used / usable),
-            f"of {format_bytes(usable)} {place}",
-            escape(peak_text(context, chosen)),
+            format_bytes(needed),
+            bar(needed / usable, mark=memory.device_bytes / usable if memory.device_bytes > needed else None),
+            f"{memory_text(memory)}, {place}",
+            escape(f"{peak} {format_bytes(memory.peak_allocated_bytes)} ({peak_text(context, chosen)})"),
         ),
         tile(
             "tokens/s",
             format_count(totals.tokens_per_s),
-            f"{format_count(num_steps * plan.schedule.tokens_per_step)} tokens in all",
+            f"{format_count(plan.num_tokens)} tokens in all",
             f"MFU {chosen.speed.mfu:.0%}" if chosen.speed.mfu is not None else "",
         ),
     ]
@@ -220,7 +220,7 @@ def _ways(plan: Plan, context: PlanningContext, form: Form) -> str:
         if each.setting:
             name = f'<a href="{_address(changed(form, each.setting))}">{name}</a>'
         time = "-" if each.seconds is None else format_seconds(each.seconds)
-        size = "-" if each.occupied_bytes is None else format_bytes(each.occupied_bytes)
+        size = "-" if each.need_bytes is None else format_bytes(each.need_bytes)
         setting = f"<code>{escape(each.setting)}</code>" if each.setting else ""
         rows.append(
             f"<tr><td>{name}</td><td class=right>{time}</td><td class=right>{size}</td>"

@@ -142,7 +142,7 @@ def _row(run: Summary) -> str:
     left = "" if status.seconds_left is None else f"{format_seconds(status.seconds_left)} left"
     spent = "" if run.duration_s is None or run.is_live else format_seconds(run.duration_s)
     loss = run.loss if status.loss is None else status.loss
-    rate = status.tokens_per_s or run.tokens_per_s
+    rate = run.tokens_per_s or status.tokens_per_s
     cells = (
         f"<td>{box}</td><td class=name>{link}</td><td>{state_badge(status.state, status.reason)}</td>",
         f"<td>{bar(share)}<small>{steps}</small></td>",
@@ -269,7 +269,9 @@ def _tiles(whole: WholeRun) -> str:
     if rate:
         compared = f"{rate / expected:.0%} of the predicted {format_count(expected)}" if expected else ""
         mfu = f"MFU {view.mfu:.1%}" if view.mfu is not None else ""
-        tiles.append(tile("tokens/s", format_count(rate), bar(rate / expected) if expected else "", compared, mfu))
+        tiles.append(
+            tile("tokens/s", format_count(rate), bar(rate / expected) if expected else "", view.rate_of, compared, mfu)
+        )
     if view.memory is not None and (view.memory.used_bytes or view.memory.peak_bytes):
         tiles.append(_memory_tile(view.memory))
     card = view.card
@@ -291,11 +293,11 @@ def _memory_tile(gauge: MemoryGauge) -> str:
     share = used / total if total else 0.0
     mark = gauge.predicted_bytes / total if gauge.predicted_bytes and total else None
     of = f"of {format_bytes(total)} {gauge.place}" if total else ""
-    peak = f"peak {format_bytes(gauge.peak_bytes)}" if gauge.peak_bytes else ""
+    peak = f"{gauge.peak_name} {format_bytes(gauge.peak_bytes)}" if gauge.peak_bytes else ""
     expected = f"predicted {format_bytes(gauge.predicted_peak_bytes)}" if gauge.predicted_peak_bytes else ""
     note = ", ".join(filter(None, (peak, expected)))
     meter = bar(share, mark=mark, is_full=share >= _FULL_SHARE) if total else ""
-    return tile("memory", format_bytes(used), meter, of, note)
+    return tile("memory" if gauge.place == "card" else "process memory", format_bytes(used), meter, of, note)
 
 
 def tile(label: str, figure: str, *notes: str) -> str:

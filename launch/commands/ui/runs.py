@@ -189,11 +189,10 @@ def loss_points(path: Path) -> Points:
 
 
 def _with_report(summary: Summary, report: Report) -> Summary:
-    rate = report.measured.speed.tokens_per_s_per_gpu
     return summary._replace(
         duration_s=report.duration_s,
         loss=report.final_loss,
-        tokens_per_s=None if rate is None else rate * report.plan.num_ranks,
+        tokens_per_s=report.tokens_per_s,
     )
 
 

@@ -32,6 +32,7 @@ from shardwise.launch.show.follow import FOREIGN_SETTLE_S, Look, WatchedRun
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.units import format_count
 
 NO_SLURM = {"PATH": "/nonexistent"}
 
@@ -225,10 +226,12 @@ def test_a_terminal_shows_the_block_and_the_ending_below_it(run_dir: Path):
 
 def test_a_finished_run_is_shown_with_its_ending(run_dir: Path):
     write_attempt(run_dir, steps=[1, 2, 100])
-    write_report(run_dir, Ending.FINISHED, step=100)
+    rate = write_report(run_dir, Ending.FINISHED, step=100).tokens_per_s
+    assert rate is not None
     state, bar, ending, remedy = watch(run_dir).splitlines()
     assert state == "one: finished" and ending.startswith("runs/one: finished")
-    assert [fact for fact in ("#] 100/100", "4.0000", "0.0003", "1.23k", "121%", "7 MiB") if fact not in bar] == []
+    speed = f"{format_count(rate)} tokens/s ("
+    assert [fact for fact in ("#] 100/100", "4.0000", "0.0003", speed, "7 MiB") if fact not in bar] == []
     assert remedy.strip() == "shardwise report runs/one"
     (run_dir / "plan.json").unlink()
     assert watch(run_dir).splitlines()[-2] == ending, "by its attempts alone"

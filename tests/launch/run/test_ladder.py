@@ -83,7 +83,7 @@ def test_a_change_is_against_the_last_rung_that_ran_and_one_out_of_memory_has_it
     first, second, full = rows["fp32"], rows["bf16-mixed"], rows["full"]
     assert second["peak_change"] is None  # what is below ran out of memory
     assert (full["peak_change"], full["step_change"]) == (pytest.approx(-0.75), pytest.approx(0.5))
-    assert (second["peak_error"], full["peak_error"]) == (pytest.approx(0.05), pytest.approx(-0.05))
+    assert (second["peak_difference"], full["peak_difference"]) == (pytest.approx(-1 / 21), pytest.approx(1 / 19))
     assert (full["forward_peak_bytes"], full["backward_peak_bytes"]) == (100 * MIB, None)
     assert (first["outcome"], first["exit_code"], first["peak_bytes"]) == ("out of memory", 5, None)
     assert (first["need_bytes"], first["limit_bytes"]) == (33 * MIB, 1000 * MIB)
@@ -108,8 +108,8 @@ def test_a_cpu_is_capped_at_what_is_usable_and_a_card_limits_itself():
 def test_the_table_as_text():
     text = page_text(ladder.ladder_page("a job", RESULTS, common="The same on all."), width=100)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "bf16-mixed 400 MiB 420 MiB +5.0% 2 s 1 s" in lines
-    assert "full 100 MiB 95 MiB -5.0% -75.0% 3 s 1 s +50.0%" in lines
+    assert "bf16-mixed 400 MiB 420 MiB -4.8% 2 s 1 s" in lines
+    assert "full 100 MiB 95 MiB +5.3% -75.0% 3 s 1 s +50.0%" in lines
     assert "fp32 out of memory 500 MiB - 1 s" in lines
     notes = {line.partition(":")[0]: line for line in lines if ": " in line}
     assert "flash-attn needs a GPU" in notes["flash"] and "peft is not there" in notes["lora"]

@@ -9,7 +9,14 @@ from planning_factory import data_of, plan_of
 from report_factory import MIB, make_report
 from run_factory import attempt_record
 
-from shardwise.launch.show.report import forecast, profile_json, profile_page, render_report
+from shardwise.launch.show.report import (
+    PROCESS_RAM,
+    comparison_rows,
+    forecast,
+    profile_json,
+    profile_page,
+    render_report,
+)
 from shardwise.trainer.planning.page.content import page_text
 from shardwise.trainer.spec.plan import OperatorTime, ProfileFigures, RetainedBytes
 from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Figures, MemoryFigures, SpeedFigures
@@ -20,9 +27,9 @@ def test_predicted_and_measured_stand_side_by_side_with_the_difference():
     text = render_report(make_report(), run_dir=Path("runs/bot"))
     assert "runs/bot: finished" in text and "10 of 10" in text
     (peak,) = [line for line in text.splitlines() if line.startswith("peak allocated")]
-    assert peak.split() == ["peak", "allocated", "30", "MiB", "25", "MiB", "+20.0%"]
+    assert peak.split() == ["peak", "allocated", "30", "MiB", "25", "MiB", "-16.7%"]
     (gradients,) = [line for line in text.splitlines() if "gradients" in line]
-    assert gradients.split() == ["gradients", "0", "B", "3", "MiB", "-100.0%"]
+    assert gradients.split() == ["gradients", "0", "B", "3", "MiB"]
     assert "activations" not in text, "nothing predicted, nothing measured: no line"
     report = make_report()
     unpredicted = replace(report.predicted, memory=replace(report.predicted.memory, device_bytes=0))
@@ -30,11 +37,12 @@ def test_predicted_and_measured_stand_side_by_side_with_the_difference():
     lines = render_report(replace(report, predicted=unpredicted, measured=measured), run_dir=Path("r")).splitlines()
     (device,) = [line.split() for line in lines if line.startswith("device")]
     assert device == ["device", "-", "1", "GiB"], "a prediction of 0 is none"
-    assert "tokens/s per device" in text and "-20.0%" in text and "MFU" not in text
+    assert "tokens/s per device" in text and "+25.0%" in text and "MFU" not in text
     used = replace(report.measured, speed=replace(report.measured.speed, mfu=0.41))
     lines = render_report(replace(report, measured=used), run_dir=Path("r")).splitlines()
     assert ["MFU", "-", "41.0%"] in [line.split() for line in lines]
-    (line,) = [line for line in text.splitlines() if "unigram" in line]
+    wide = render_report(make_report(), run_dir=Path("r"), width=200)
+    (line,) = [line for line in wide.splitlines() if "unigram" in line]
     assert all(figure in line for figure in ("4.0000", "6.0000", "0.67"))
     (seen,) = [line for line in text.splitlines() if "LlamaForCausalLM" in line]
     assert all(fact in seen for fact in ("1 process", "AdamW", "fp32", "sdpa", "chunked"))
@@ -78,7 +86,7 @@ def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
     text = render_report(replace(report, evaluations=(replace(last, accuracy=0.253),)), run_dir=Path("r"))
     assert "25.3%" in text
     pairs = replace(last, loss=0.61, perplexity=9.25, reward_accuracy=0.7, reward_margin=0.305)
-    text = render_report(replace(report, evaluations=(pairs,)), run_dir=Path("r"))
+    text = render_report(replace(report, evaluations=(pairs,)), run_dir=Path("r"), width=200)
     assert any(all(figure in line for figure in ("0.6100", "70.0%", "0.305")) for line in text.splitlines())
     assert "unigram" not in text, "a loss of pairs is no entropy"
     text = render_report(replace(report, evaluations=(replace(last, unigram_entropy_nats=None),)), run_dir=Path("r"))
@@ -110,6 +118,9 @@ def test_a_forecast_is_steps_times_seconds():
     found = forecast(PLAN, 0.5)
     assert found["job_s"] == pytest.approx(15.0) and found["tokens_per_s"] == pytest.approx(8192 / 0.5)
     assert found["epoch_s"] == pytest.approx(160 / 16 * 0.5)  # rows of 512 tokens, 8192 tokens a step
+    half = replace(PLAN, data=replace(PLAN.data, num_tokens=PLAN.data.num_tokens // 2))
+    assert forecast(half, 0.5)["tokens_per_s"] == pytest.approx(4096 / 0.5), "padding is no token"
+    assert half.num_tokens == PLAN.num_tokens // 2 == 30 * 4096
     streamed = replace(PLAN, data=replace(PLAN.data, is_stream=True))
     assert forecast(streamed, 0.5)["epoch_s"] is None
 
@@ -134,3 +145,43 @@ def test_a_profile_shows_time_and_memory_by_part_and_the_same_as_json():
     assert shown["profile"]["kept"][0]["num_bytes"] == 12 * MIB
     untimed = replace(make_report(), measured=Figures())
     assert profile_json(PLAN, untimed, None, [])["measured"] is None
+
+
+def rows_of(**changes: Any) -> dict[str, tuple[str, ...]]:
+    report = make_report(**changes)
+    rows = comparison_rows(report.predicted, report.measured, report=report)
+    return {label.strip(): cells for label, *cells in rows}
+
+
+def test_the_time_of_the_run_is_compared_and_its_parts_sum_to_it():
+    phases = {"steps": 20.0, "evaluation": 5.0, "saving": 2.0, "export": 3.0}
+    rows = rows_of(duration_s=50.0, predicted_s=40.0, phases_s=phases)
+    assert rows["time of the run"] == ["40 s", "50 s", "+25.0%"]
+    assert rows["start-up"] == ["-", "20 s", ""], "the rest"
+    assert [rows[name][1] for name in phases] == ["20 s", "5 s", "2 s", "3 s"]
+    stopped = rows_of(duration_s=10.0, predicted_s=40.0, ending=Ending.STOPPED)
+    assert stopped["time of the run"] == ["40 s", "10 s", ""], "a part of a run is not compared with the whole one"
+
+
+def test_the_memory_that_a_plan_of_a_cpu_names_is_compared_with_that_of_the_process():
+    report = make_report()
+    measured = replace(report.measured, memory=replace(report.measured.memory, host_bytes=22 * MIB))
+    measured = replace(measured, memory=replace(measured.memory, peak_reserved_bytes=None, device_bytes=None))
+    assert rows_of(measured=measured)[PROCESS_RAM] == ["33 MiB", "22 MiB", "-33.3%"]
+
+
+def test_memory_of_the_longest_row_and_of_one_steps_rows_has_no_difference():
+    rows = rows_of(predicts_longest_row=True)
+    assert rows["peak allocated"] == ["30 MiB", "25 MiB", ""]
+    assert rows["tokens/s per device"][2], "speed is of all rows"
+    assert "longest row" in render_report(make_report(predicts_longest_row=True), run_dir=Path("r"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_sentences_of_a_report_have_the_width_of_the_terminal(width: int):
+    report = make_report(predicts_longest_row=True)
+    speed = replace(report.measured.speed, queued_share=0.76, parts={f"phase {number}": 1.0 for number in range(12)})
+    report = replace(report, measured=replace(report.measured, speed=speed))
+    text = render_report(report, run_dir=Path("r"), width=width)
+    assert "other programs used the cores 76%" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= width

@@ -83,7 +83,7 @@ def test_before_anything_is_known_there_is_a_state():
     assert live.block_lines(waiting, width=80, glyphs=live.ASCII)[0] == "tiny: waiting: job 12 waits, step 0 of 8"
     view = ON_A_CPU._replace(memory=live.MemoryGauge(None, None, "RAM", None, 122 * MIB, 244 * MIB), loss=None)
     lines = live.block_lines(view, width=80, glyphs=live.ASCII)
-    assert "memory     ##########----------  peak 122, predicted 244 MiB" in lines, "without a total"
+    assert "memory     ##########----------  tensors 122, predicted 244 MiB" in lines, "without a total"
     assert "loss       _                     no number, learning rate 0.0003" in lines
     view = ON_A_CPU._replace(memory=live.MemoryGauge(6 * GIB, 24 * GIB, "RAM", None, None, None))
     assert "memory     #####---------------  6 of 24 GiB RAM" in live.block_lines(view, width=80, glyphs=live.ASCII)

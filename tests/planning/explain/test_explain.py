@@ -68,7 +68,12 @@ def test_every_part_of_the_memory_stands_in_the_bar_and_in_the_list(node: Plan, 
     for name, num_bytes in found.parts.items():
         assert name in memory and format_bytes(num_bytes) in memory
     low, high = format_bytes(found.low_bytes), format_bytes(found.high_bytes)
-    facts = (format_bytes(found.need_bytes), "79.2 GiB usable", found.peak_event, f"low {low}, high {high}")
+    facts = (
+        f"{format_bytes(found.need_bytes).split()[0]} needed",
+        "of 79.2 GiB",
+        found.peak_event,
+        f"low {low}, high {high}",
+    )
     assert all(fact in " ".join(memory.split()) for fact in facts)
     bar = next(line.strip() for line in memory.splitlines() if line.strip().startswith("["))
     assert len(bar) <= 98

@@ -44,7 +44,7 @@ def test_a_golden_job_has_one_screen(case: choices.Case) -> None:
     chosen, context = plan.chosen, context_of(plan)
     error = time_error(context, chosen)
     assert error is not None and time_range(run_hours(context, chosen) * 3600, error) in text
-    facts = (f" {format_bytes(chosen.memory.usable_bytes)} (", f"({chosen.strategy.name})", "  other ways")
+    facts = (" needed", f" of {format_bytes(chosen.memory.usable_bytes)}", f"({chosen.strategy.name})", "  other ways")
     assert all(fact in text for fact in (*facts, "  if memory runs out"))
     assert "fits, about " in " ".join(lines[:2])
     assert "shardwise train job.yaml" in lines[-2] and lines[-1].endswith(" -v")
@@ -66,7 +66,7 @@ def test_an_alternative_is_what_its_setting_selects(case: choices.Case) -> None:
         else:
             continue
         number, unit, size = re.findall(r" ([\d.]+) (s|min|h|days)  +([\d.]+ [GM]iB)  ", stated)[0]
-        assert parse_bytes(size) == pytest.approx(other.chosen.memory.occupied_bytes, rel=0.05)
+        assert parse_bytes(size) == pytest.approx(other.chosen.memory.need_bytes, rel=0.05)
         seconds = run_hours(context_of(other), other.chosen) * 3600
         stated_s = float(number) * {"s": 1, "min": 60, "h": 3600, "days": 86400}[unit]
         assert seconds < 1.06 * stated_s
@@ -98,9 +98,9 @@ def test_warnings_stay_where_there_is_no_room_for_alternatives() -> None:
 def test_the_first_alternatives_stay_where_there_is_no_room_for_all() -> None:
     plan = plan_of("1b", "1xRTX-4090")
     shown = [alternative.setting for alternative in alternatives(plan, context_of(plan))][:3]
-    for num_remarks in (6, 7, 8, 9):
+    for num_remarks in (5, 6, 7, 8):
         text = screen(plan, remarks=["remark"] * num_remarks)
-        assert [setting for setting in shown if setting in text] == shown[: 9 - num_remarks]
+        assert [setting for setting in shown if setting in text] == shown[: 8 - num_remarks]
 
 
 def test_the_rank_of_galore_and_the_steps_down_are_named() -> None:
@@ -149,9 +149,9 @@ def test_the_setting_of_an_opt_in_keeps_what_the_job_allows() -> None:
 def test_memory_has_its_own_unit_where_that_of_the_card_is_another() -> None:
     plan = plan_of("tiny", "1xRTX-4090", pin={"micro_batch": 1})
     memory = plan.chosen.memory
-    used, usable = format_bytes(memory.occupied_bytes), format_bytes(memory.usable_bytes)
+    used, usable = format_bytes(memory.need_bytes), format_bytes(memory.usable_bytes)
     assert used.endswith("MiB") and usable.endswith("GiB")
-    assert f"card {used} of {usable} (" in screen(plan)
+    assert f"card {used} needed" in screen(plan) and f" of {usable}" in screen(plan)
 
 
 def test_a_method_beyond_the_host_ram_is_no_alternative() -> None:

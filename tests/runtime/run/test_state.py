@@ -14,7 +14,7 @@ from report_factory import make_report
 from shardwise.trainer.runtime.loop.metrics import MetricsFile, StepMetrics
 from shardwise.trainer.runtime.run import state
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.messages.rank_files import read_heartbeat
+from shardwise.trainer.spec.messages.rank_files import SAVING_PHASE, read_heartbeat
 from shardwise.trainer.spec.report import Report
 
 LOSSES = tuple(2.0 + 0.25 * math.sin(step) for step in range(state.LEAST_STEPS))
@@ -175,3 +175,16 @@ def test_metrics_are_appended_line_by_line_on_one_rank_and_leave_out_what_was_no
             lines = [json.loads(each) for each in path.read_text().splitlines()]
             assert [each["step"] for each in lines] == list(range(1, step + 1)), "a watcher reads it at once"
     assert "eval_loss" not in lines[0] and "mfu" not in lines[0] and lines[0]["grad_norm"] is None
+
+
+def test_a_report_has_the_seconds_of_each_part_of_the_run(tmp_path, monkeypatch):
+    paths = state.run_paths(tmp_path / "attempts" / "1" / "plan.json", started_at=datetime.now(UTC))
+    paths.attempt_dir.mkdir(parents=True)
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr(state.time, "monotonic", lambda: float(next(now)))
+    writer = state.ReportWriter(paths, rank=1)
+    for phase in ("loading the model", "data", "backward", "evaluating", "training", SAVING_PHASE):
+        writer.beat(phase, step=1)
+    writer.write_report(make_report())
+    seconds = codec.read(paths.attempt_dir / "report-rank-1.json", Report).phases_s
+    assert seconds == {"steps": 30.0, "evaluation": 10.0, "saving": 10.0}

@@ -24,7 +24,7 @@ from shardwise.trainer.planning.search.certainty import error_text, peak_text, t
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
-from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Method
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 from shardwise.trainer.spec.value import Value, complete
@@ -60,7 +60,7 @@ class Alternative(Value, frozen=True, kw_only=True):
     effect: str
     setting: str
     seconds: float | None = None
-    occupied_bytes: int | None = None
+    need_bytes: int | None = None
 
 
 def first_screen(
@@ -153,18 +153,19 @@ _METHODS = {
 
 def _choice(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
     chosen, memory = plan.chosen, plan.chosen.memory
-    used, place = chosen.memory.occupied_bytes, "RAM of each rank" if context.is_cpu else "card"
+    place, peak = ("RAM of each process", "peak of tensors") if context.is_cpu else ("card", "peak")
     steps = f"{plan.schedule.num_steps:,} step{'s' if plan.schedule.num_steps > 1 else ''}"
     time = [*_certain_range(context, chosen), f"{steps} of {format_seconds(chosen.speed.step_s)}"]
     yield from _figures("time", time, width)
     sizes = [
-        f"{place} {_of(used, memory.usable_bytes)} ({peak_text(context, chosen)})",
+        f"{place} {memory_text(memory)}",
+        f"{peak} {format_bytes(memory.peak_allocated_bytes)} ({peak_text(context, chosen)})",
         *_host_sizes(context, chosen),
     ]
-    yield from _figures("memory", sizes, width, share=used / memory.usable_bytes)
+    yield from _figures("memory", sizes, width, share=memory.need_bytes / memory.usable_bytes)
     source = "" if plan.data.source == "prepared" else " (estimated from file sizes)"
     source = source if plan.job.data.train else " (assumed: no data is named)"
-    tokens = format_count(plan.schedule.num_steps * plan.schedule.tokens_per_step)
+    tokens = format_count(plan.num_tokens)
     totals = run_totals(context, chosen)
     cost = [] if totals.cost is None else [f"cost {totals.cost:,.2f}"]
     yield from _figures("speed", [f"{totals.tokens_per_s:,.0f} tokens/s", f"{tokens} tokens{source}", *cost], width)
@@ -213,6 +214,18 @@ def _of(num_bytes: int, total: int) -> str:
     return f"{size[0] if size[1] == whole[1] else ' '.join(size)} of {' '.join(whole)}"
 
 
+def memory_text(memory: MemoryEstimate) -> str:
+    """`62.9 needed + 16.2 reserved of 79.1 GiB`: what the allocator reserves beyond the need, it gives back."""
+    needed, usable = format_bytes(memory.need_bytes), format_bytes(memory.usable_bytes)
+    beyond = memory.device_bytes - memory.need_bytes
+    sizes = [needed, *([format_bytes(beyond)] if beyond > 0 and format_bytes(beyond) != "0 B" else [])]
+    unit = usable.split()[1]
+    if all(size.endswith(f" {unit}") for size in sizes):
+        sizes = [size.split()[0] for size in sizes]
+    reserved = f" + {sizes[1]} reserved" if len(sizes) > 1 else ""
+    return f"{sizes[0]} needed{reserved} of {usable}"
+
+
 def _host_sizes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
     memory, granted = chosen.memory, context.host_ram_bytes
     host = memory.pinned_bytes + memory.host_bytes
@@ -231,11 +244,21 @@ def how(plan: Plan, context: PlanningContext) -> Iterator[str]:
         yield f"gradients projected to rank {job.train.galore.rank}"
     each = "rank" if context.is_cpu else "GPU"
     ranks = f" on each of {chosen.num_ranks} {each}s" if chosen.num_ranks > 1 else ""
-    yield f"{_batch(plan, chosen)} at a time{ranks}, {plan.schedule.tokens_per_step:,} a step"
+    schedule = plan.schedule
+    yield f"{_batch(plan, chosen)} at a time{ranks}, {schedule.sequences_per_step:,} rows a step{_epochs(plan)}"
+    yield f"learning rate {schedule.lr:g}"
     yield _recomputation(chosen)
     yield from _state(chosen)
     if chosen.compile:
         yield "torch.compile"
+
+
+def _epochs(plan: Plan) -> str:
+    """`, 3 epochs`, as the data is counted or estimated; nothing for a stream, whose length is not known."""
+    if plan.data.is_stream or not plan.data.num_rows:
+        return ""
+    epochs = plan.schedule.num_steps * plan.schedule.sequences_per_step / plan.data.num_rows
+    return f", {epochs:.2g} epochs" if round(epochs, 2) != 1 else ", 1 epoch"
 
 
 def _batch(plan: Plan, candidate: Candidate) -> str:
@@ -309,7 +332,7 @@ def _runners_up(plan: Plan, context: PlanningContext) -> Iterator[Alternative]:
                 (_faster(context, candidate, chosen), its_seconds < FASTER * seconds),
                 (
                     "less RAM" if context.is_cpu else "less of the card",
-                    candidate.memory.occupied_bytes < MUCH_LESS * chosen.memory.occupied_bytes,
+                    candidate.memory.need_bytes < MUCH_LESS * chosen.memory.need_bytes,
                 ),
                 ("less host RAM", is_much_host and _host_bytes(candidate) < host / 2),
             )
@@ -323,7 +346,7 @@ def _runners_up(plan: Plan, context: PlanningContext) -> Iterator[Alternative]:
             effect=", ".join((*gains, *([] if candidate.is_exact else ["changes the update"]))),
             setting=f"--take {number}",
             seconds=its_seconds,
-            occupied_bytes=candidate.memory.occupied_bytes,
+            need_bytes=candidate.memory.need_bytes,
         )
 
 
@@ -380,7 +403,7 @@ def _methods(plan: Plan) -> Iterator[Alternative]:
             effect=_METHOD_EFFECTS[row.method] if row.is_within_limits else row.verdict,
             setting=f"train.method={row.method}" if row.is_within_limits else "",
             seconds=None if row.hours is None or not row.is_within_limits else row.hours * 3600,
-            occupied_bytes=row.occupied_bytes,
+            need_bytes=row.memory_bytes,
         )
 
 
@@ -409,7 +432,7 @@ def _opt_in(plan: Plan, context: PlanningContext, opt_in: OptIn) -> Alternative:
         effect=opt_in.effect,
         setting=shlex.quote(f"allow=[{allowed}]"),
         seconds=run_hours(context, candidate) * 3600,
-        occupied_bytes=candidate.memory.occupied_bytes,
+        need_bytes=candidate.memory.need_bytes,
     )
 
 
@@ -430,7 +453,7 @@ def _table_lines(found: Sequence[Alternative], place: str, width: int) -> Iterat
         (
             f"  {each.name}",
             "-" if each.seconds is None else about(each.seconds),
-            "-" if each.occupied_bytes is None else format_bytes(each.occupied_bytes),
+            "-" if each.need_bytes is None else format_bytes(each.need_bytes),
             each.effect,
         )
         for each in found

@@ -18,6 +18,7 @@ from shardwise.trainer.planning.candidates import (
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.coverage import coverage_lines
+from shardwise.trainer.planning.explain.first_screen import memory_text
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
@@ -253,9 +254,8 @@ def memory_section(plan: Plan, context: PlanningContext) -> Section:
         *_off_device(plan),
     )
     return Section(
-        title=f"memory of each {each}: needs {format_bytes(memory.need_bytes)} of "
-        f"{format_bytes(memory.usable_bytes)} usable; the peak is {format_bytes(memory.peak_allocated_bytes)} "
-        f"allocated, at {memory.peak_event}",
+        title=f"memory of each {each}: {memory_text(memory)}; the peak is "
+        f"{format_bytes(memory.peak_allocated_bytes)} allocated, at {memory.peak_event}",
         blocks=(
             StackedBar(parts={**memory.parts, "context and margin": outside}, total=total),
             Bars(caption="allocated at every event of a step", rows=events),
@@ -273,7 +273,9 @@ def speed_section(plan: Plan, context: PlanningContext) -> Section:
     figures += [f"{format_seconds(chosen.speed.step_s)} a step", f"{format_seconds(totals.hours * 3600)} in all"]
     if chosen.speed.mfu is not None:
         figures.append(f"MFU {chosen.speed.mfu:.0%}")
-    ordered = sorted(((part, seconds) for part, seconds in chosen.speed.parts.items() if seconds), key=lambda p: -p[1])
+    least = chosen.speed.step_s / 1000  # less is no part that anybody could see
+    seen = ((part, seconds) for part, seconds in chosen.speed.parts.items() if seconds > least)
+    ordered = sorted(seen, key=lambda part: -part[1])
     parts = ", ".join(f"{part.removesuffix('_s')} {format_seconds(seconds)}" for part, seconds in ordered[:4])
     bars = tuple((part.removesuffix("_s"), seconds, format_seconds(seconds)) for part, seconds in ordered)
     title = "speed" if context.device.has_known_speed else "speed is not known; these only rank strategies"

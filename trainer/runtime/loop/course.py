@@ -59,7 +59,7 @@ from shardwise.trainer.runtime.run.state import (
 )
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.extension import Hook
-from shardwise.trainer.spec.messages.rank_files import HOOK_PHASE
+from shardwise.trainer.spec.messages.rank_files import EVALUATING_PHASE, HOOK_PHASE
 from shardwise.trainer.spec.plan import Plan, learning_rate
 from shardwise.trainer.spec.report import Ending, Evaluation
 
@@ -303,7 +303,7 @@ def _evaluate(session: Session, objectives: Objectives) -> Evaluation | None:
     state, rows = session.state, session.eval_rows
     if rows is None:
         return None
-    session.writer.write_status("evaluating", step=state.step)
+    session.writer.write_status(EVALUATING_PHASE, step=state.step)
     evaluation = evaluate(
         session.accelerator, session.model, rows, session.plan, step=state.step, objective=objectives.score
     )

@@ -50,7 +50,7 @@ from shardwise.trainer.runtime.run.state import (
     after_step,
 )
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
-from shardwise.trainer.spec.messages.rank_files import SAVING_PHASE, saving_choice
+from shardwise.trainer.spec.messages.rank_files import EXPORTING_PHASE, SAVING_PHASE, saving_choice
 from shardwise.trainer.spec.plan import Schedule
 from shardwise.trainer.spec.report import RollBack
 
@@ -263,7 +263,7 @@ def _open_verified(session: Session, folder: Path, *, which: str) -> CheckpointF
 
 def export_model(session: Session) -> None:
     """Writes the Hugging Face folder of the run as it is now; of adapters, PEFT's."""
-    session.writer.write_status("exporting the model", step=session.state.step)
+    session.writer.write_status(EXPORTING_PHASE, step=session.state.step)
     plan, out = session.plan, session.paths.run_dir / "export"
     weights = gathered_weights(session.accelerator, session.model)
     if session.is_first:

@@ -42,6 +42,7 @@ from shardwise.trainer.runtime.run.clock import CoreQueue
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.messages.rank_files import (
     HEARTBEAT_BYTES,
+    PARTS_OF_TIME,
     Heartbeat,
     encode_heartbeat,
     heartbeat_path,
@@ -307,6 +308,8 @@ class ReportWriter:
         self._num_beats, self._step = 0, 0
         self._phase, self._written_at = "", 0.0  # of status.json, and when it was written
         self._heartbeat: int | None = None  # a descriptor, open while the process lives
+        self._part, self._part_since_s = "", time.monotonic()
+        self.phases_s: dict[str, float] = {}  # seconds so far, as a report has them
 
     def write_status(self, phase: str, *, step: int = 0) -> None:
         """Writes the status on rank 0 and a heartbeat on each rank; a full disk is no error.
@@ -323,6 +326,7 @@ class ReportWriter:
 
     def beat(self, phase: str, *, step: int) -> None:
         """Writes a heartbeat: one small write, cheap enough for every phase of a step."""
+        self._count_time(phase)
         self._num_beats = self._num_beats + 1 if step == self._step else 1
         self._step = step
         beat = Heartbeat(count=self._num_beats, phase=phase, step=step, problem=self.problem)
@@ -331,8 +335,16 @@ class ReportWriter:
                 self._heartbeat = _open_heartbeat(heartbeat_path(self.attempt_dir, self.rank))
             os.pwrite(self._heartbeat, encode_heartbeat(beat), 0)
 
+    def _count_time(self, phase: str) -> None:
+        now = time.monotonic()
+        if self._part:
+            self.phases_s[self._part] = self.phases_s.get(self._part, 0.0) + now - self._part_since_s
+        self._part, self._part_since_s = PARTS_OF_TIME.get(phase, ""), now
+
     def write_report(self, report: Report) -> None:
         """Writes this rank's report, on a full disk in the room that was reserved for it."""
+        self._count_time("")
+        report = replace(report, phases_s=self.phases_s)
         report_room_path(self.attempt_dir).unlink(missing_ok=True)
         name = "report.json" if self.rank == 0 else f"report-rank-{self.rank}.json"
         codec.write_redacted(self.attempt_dir / name, report)

@@ -39,6 +39,14 @@ TRAINING_PHASE = "training"
 STEP_PHASES = frozenset({TRAINING_PHASE, "data", "forward", "backward", "optimizer"})
 SAVING_PHASE = "saving a checkpoint"
 HOOK_PHASE = "on_step"  # of the user's extensions file, after a step: it may do anything
+EVALUATING_PHASE, EXPORTING_PHASE = "evaluating", "exporting the model"
+# What the time of a phase counts as in a report; that of every other phase is start-up.
+PARTS_OF_TIME = {
+    **dict.fromkeys((*STEP_PHASES, HOOK_PHASE), "steps"),
+    EVALUATING_PHASE: "evaluation",
+    SAVING_PHASE: "saving",
+    EXPORTING_PHASE: "export",
+}
 # After these a rank ends.
 END_PHASES = frozenset(ending.value for ending in Ending)
 
