@@ -31,6 +31,8 @@ NOES = {
     "far too large": ("llama-3.1-70b", "--method", "full", "--hardware", "1xRTX-4060-8GB"),
 }  # fmt: skip
 
+QUICK = ("NVMe, with more of RAM", "long rows by key", "several opt-ins", "a pin", "a cap")
+
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
@@ -41,7 +43,10 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return lambda *words: typed(capsys, "plan", *words)
 
 
-@pytest.mark.parametrize("words", NOES.values(), ids=NOES.keys())
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, id=name, marks=[] if name in QUICK else pytest.mark.long) for name, words in NOES.items()],
+)
 def test_every_way_out_gives_a_plan_when_it_is_pasted(plan: Run, words: tuple[str, ...]) -> None:
     code, out, err = plan(*words)
     assert (code, err) == (ExitCode.NOTHING_FITS, ""), (out, err)

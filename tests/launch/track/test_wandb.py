@@ -122,7 +122,7 @@ def test_system_metrics_are_of_the_run_and_its_processes(run_dir, tmp_path):
     held = bytearray(b"1") * 2**29
     order = tracker_order(wandb=WandbMode.OFFLINE)
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path, WANDB_X_STATS_SAMPLING_INTERVAL="0.2"))
-    time.sleep(4)
+    time.sleep(2.5)
     trackers.end(EndNotice(has_report=False))
     items = [item for stats in LoggedRun(offline.offline_logs(run_dir)[0]).of("stats") for item in stats.item]
     resident = [float(item.value_json) for item in items if item.key == "proc.memory.rssMB"]
