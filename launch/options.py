@@ -522,6 +522,31 @@ COMMANDS = {
 }
 
 
+GROUPS = {  # of `shardwise --help`, in the order of a first session
+    "start": ("init", "data", "plan", "train", "submit", "fetch"),
+    "watch": ("status", "watch", "logs", "ui", "cancel"),
+    "results": ("report", "chat", "export", "import", "workspace"),
+    "machine": ("doctor", "probe", "profile", "ladder", "estimate", "cache", "schema"),
+}
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Commands in their groups."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        commands = {each.dest: each for each in action._get_subactions()}
+        return "\n".join(self._format_group(title, [commands[name] for name in GROUPS[title]]) for title in GROUPS)
+
+    def _format_group(self, title: str, commands: Iterable[argparse.Action]) -> str:
+        heading = f"{' ' * self._current_indent}{title}\n"
+        self._indent()
+        lines = [super(_HelpFormatter, self)._format_action(each) for each in commands]
+        self._dedent()
+        return heading + "".join(lines)
+
+
 class _Parser(argparse.ArgumentParser):
     """Errors as one line with exit code 2, and no abbreviated options."""
 
@@ -530,7 +555,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)  # type: ignore[arg-type] # argparse's own, from add_parser
 
     def format_help(self) -> str:
-        self.formatter_class = argparse.HelpFormatter  # it reads the width of the terminal
+        self.formatter_class = _HelpFormatter  # it reads the width of the terminal
         return super().format_help()
 
     @property
@@ -593,7 +618,7 @@ def build_parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
     )
     parser.add_argument("--version", action="version")
     commands = parser.add_subparsers(  # without `prog` it would query the width of the terminal
-        dest="command", metavar="COMMAND", required=True, parser_class=_Parser, prog=parser.prog
+        dest="command", metavar="COMMAND", title="commands", required=True, parser_class=_Parser, prog=parser.prog
     )
     for name in names:
         command = COMMANDS[name]

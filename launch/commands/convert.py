@@ -15,7 +15,7 @@ from pathlib import Path
 from shardwise.launch.inputs.hub import check_target, upload
 from shardwise.launch.inputs.model_files import ModelFiles, download_model, find_config, read_model_config
 from shardwise.launch.options import ChatOptions, ExportOptions, ImportOptions
-from shardwise.launch.rundir.paths import committed_checkpoints
+from shardwise.launch.rundir.paths import committed_checkpoints, no_run
 from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
@@ -65,7 +65,7 @@ def run_export(options: ExportOptions, console: Console) -> ExitCode:
 def check_run(run_dir: Path) -> None:
     """Raises InputError if a folder is not a run, or has no checkpoint yet."""
     if not (run_dir / "plan.json").is_file():
-        raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
+        raise no_run(run_dir)
     if not committed_checkpoints(run_dir):
         raise InputError(f"{run_dir}: has no checkpoint to export yet")
 

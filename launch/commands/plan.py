@@ -50,7 +50,15 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         return _show_limits(options, console)
     shown = _sections_to_show(options)
     requested = machines(options)
-    results = [_result_of(spec, inputs, options) for spec, inputs in requested]
+    try:
+        results = [_result_of(spec, inputs, options) for spec, inputs in requested]
+    except NothingFitsError as error:
+        if not error.tried:
+            raise
+        from shardwise.launch.commands.ways_out import show_ways_out
+
+        show_ways_out(error, options, requested[0][1], console)
+        return ExitCode.NOTHING_FITS
     dry_runs: dict[str, list[str]] = {}
     if options.simulate:
         from shardwise.launch.plan.dry_run import simulated_results
@@ -114,6 +122,18 @@ def _show_first_screen(
 
 def start_and_repeat(options: PlanOptions, inputs: PlanInputs) -> tuple[tuple[str, ...], str]:
     """The commands that start the planned run, and the one that repeats the plan."""
+    machine, devices = _machine_options(options), _device_options(options)
+    *before, train = next_commands(options)
+    if inputs.partition is not None and is_job_file(options.job):
+        train = shlex.join(["shardwise", "submit", *shlex.split(train)[2:], *machine])
+    else:
+        here = machine if inputs.hardware.is_one_cpu_machine else []
+        train = " ".join([train, *map(shlex.quote, (*here, *devices))])
+    return (*before, train), plan_command(options)
+
+
+def plan_command(options: PlanOptions) -> str:
+    """The command that makes the plan of these options."""
     named = {
         "--data": options.data,
         "--method": options.method,
@@ -121,21 +141,22 @@ def start_and_repeat(options: PlanOptions, inputs: PlanInputs) -> tuple[tuple[st
         "--allow": options.allow,
         "--forbid": options.forbid,
     }
+    settings = [*options.overrides, *_given(named), *_machine_options(options), *_device_options(options)]
+    return shlex.join(["shardwise", "plan", str(options.job), *settings])
+
+
+def _machine_options(options: PlanOptions) -> list[str]:
     nodes = {"--partition": options.partition, "--nodes": options.nodes, "--constraint": options.constraint}
+    return [*(word for spec in options.specs for word in ("--hardware", spec)), *_given(nodes)]
+
+
+def _device_options(options: PlanOptions) -> list[str]:
     devices = {
         "--vram": None if options.vram_cap_bytes is None else _size_text(options.vram_cap_bytes),
         "--gpus": None if options.gpus is None else ",".join(map(str, options.gpus)),
         "--take": options.take if options.take > 1 else None,
     }
-    machine = [*(word for spec in options.specs for word in ("--hardware", spec)), *_given(nodes)]
-    again = ["shardwise", "plan", str(options.job), *options.overrides, *_given(named), *machine, *_given(devices)]
-    *before, train = next_commands(options)
-    if inputs.partition is not None and is_job_file(options.job):
-        train = shlex.join(["shardwise", "submit", *shlex.split(train)[2:], *machine])
-    else:
-        here = machine if inputs.hardware.is_one_cpu_machine else []
-        train = " ".join([train, *map(shlex.quote, (*here, *_given(devices)))])
-    return (*before, train), shlex.join(again)
+    return _given(devices)
 
 
 def _engine_files(plans: Sequence[tuple[str, Plan]], folder: Path) -> list[str]:

@@ -181,7 +181,12 @@ def check_wandb(machine: Machine) -> Iterator[Finding]:
     if mode in ("offline", "dryrun", "disabled"):
         yield fine(f"WANDB_MODE={mode}: wandb is not contacted")
         return
-    server = (environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").rstrip("/")
+    from shardwise.launch.track.start import wandb_host  # a second, to import wandb in another process
+
+    server = (environment.get("WANDB_BASE_URL") or wandb_host(environment) or "").rstrip("/")
+    if not server:
+        yield warning("wandb is installed and does not load", "log.wandb=off, or install it again")
+        return
     has_key = has_wandb_key(environment, server)
     login = "a key is stored" if has_key else "no key is stored (for log.wandb=online: wandb login)"
     reply = fetch(f"{server}/healthz", environment, {}, timeout_s=machine.place.server_timeout_s)

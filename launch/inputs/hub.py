@@ -220,7 +220,7 @@ def _unreachable(
     if isinstance(error, OSError) and error.errno is not None:
         return f"{setting}: {repository} cannot be downloaded into {cache}: {os.strerror(error.errno)}"
     why = "HF_HUB_OFFLINE is set" if is_offline() else "the hub cannot be reached"
-    remedy = _meant(similar(repository)) or "name a local folder"
+    remedy = _meant(similar(repository)) or "name a local folder, or run shardwise fetch JOB where there is a network"
     return f"{setting}: {repository} is neither a folder here nor in {cache}, and {why}; {remedy}"
 
 

@@ -28,6 +28,14 @@ _NOT_USE = (LOCK, ".nodes.json")  # of a run that is about to begin
 _STAMPED = r"-\d{8}-\d{6}(-\d+)?$"
 
 
+def no_run(folder: Path, missing: str = "plan.json") -> InputError:
+    """The error for a folder that is no run directory, with what it is or where the runs are."""
+    error = f"{folder}: is not a run directory: it has no {missing}"
+    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+        return InputError(f"{error}; it is a model's folder: name the run that exported it, RUN of RUN/export")
+    return InputError(f"{error}; shardwise status lists the runs in ./runs")
+
+
 def output_base(output: str | None, name: str) -> Path:
     """`output` of the job, else `runs/<name>`; the time is appended to it."""
     return Path(output) if output else Path("runs") / name

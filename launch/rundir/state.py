@@ -25,7 +25,7 @@ from shardwise.launch.rundir.files import (
     recent_tokens_per_s,
 )
 from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner
-from shardwise.launch.rundir.paths import is_open
+from shardwise.launch.rundir.paths import is_open, no_run
 from shardwise.launch.rundir.process_record import read_state
 from shardwise.slurm.jobs import JOB_ID, EndedJob, QueuedJob, describe_ended, has_slurm, read_job, read_queue
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -62,7 +62,7 @@ def find_runs(name: str, environment: Mapping[str, str] = os.environ) -> Found:
     if path.is_dir():
         points = points_of(path)
         if not points and not is_run_dir(path):
-            raise InputError(f"{name}: is not a run directory: it has no plan.json and no submission.json")
+            raise no_run(path, "plan.json and no submission.json")
         return Found(tuple(map(read_run, points or [path])), bool(points))
     if not JOB_ID.fullmatch(name):
         raise InputError(f"{name}: is neither a run directory nor the id of a job, such as 123 or 123_4")

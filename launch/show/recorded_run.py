@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from shardwise.launch.attempt.retries import earlier_history, is_alive
 from shardwise.launch.rundir.files import LEAST_SAVE_S, NewLines, thinned_lines
+from shardwise.launch.rundir.paths import no_run
 from shardwise.trainer.planning.recommend import Observed, Recommendation, recommendations
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
@@ -260,7 +261,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def read_recorded(run_dir: Path, recorded: RecordedSteps | None = None) -> RecordedRun:
     """The run of a directory, with steps that were read already or all of them; InputError if it is none."""
     if not (run_dir / "plan.json").is_file() and not (run_dir / FILE_NAME).is_file():
-        raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
+        raise no_run(run_dir)
     plan, no_plan = _read(run_dir / "plan.json", Plan, "has not begun: it has no plan yet")
     report, no_report = _read(run_dir / "report.json", Report, "has no report yet")
     report = None if report is None else _with_killed_attempts(report, run_dir)

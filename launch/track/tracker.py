@@ -33,7 +33,7 @@ _GROUPS = (  # the first match decides
     ("train", re.compile(r"loss|lr|grad_norm|epoch|tokens|targets|attempt|loss_scale|skipped.*|reward_.*|logps_.*")),
 )
 _SUMMARIES = (  # the first match decides; any other series is summarized by its last value
-    (("min", "last"), re.compile(r"train/loss|eval/eval_loss")),
+    (("min", "last"), re.compile(r"train/loss|eval/(eval_)?loss")),
     (("max", "last"), re.compile(r"eval/.*accuracy|train/reward_accuracy")),
     (("max",), re.compile(r"memory/.*|gpu/gpu_temperature_c|train/attempt")),
     (("mean", "last"), re.compile(r"speed/.*|time/.*|gpu/.*")),
@@ -76,7 +76,7 @@ class ViewRequest(Value, frozen=True, kw_only=True):
 
 
 class WandbResult(Value, frozen=True, kw_only=True):
-    """The result of a command of `launch.track.wandb`: a problem, or the URL of a saved view."""
+    """The result of a command of `launch.track.wandb`: a problem, and the URL of the server or of a saved view."""
 
     problem: str | None = None
     url: str | None = None

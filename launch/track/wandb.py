@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import wandb
 
+from shardwise.launch.rundir.paths import CONSOLE_LOG
 from shardwise.launch.track.offline import (
     WandbRun,
     offline_folders,
@@ -52,6 +53,9 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
 from shardwise.trainer.spec.secrets import REDACTED, redact, redacted_output
 
+_TRAINER_NAMES = {"train/lr": "train/learning_rate"}  # others follow from `eval/eval_`
+_MOST_TAG = 64  # characters that wandb accepts
+_MOST_CONSOLE_BYTES = 2**20  # read at a time
 _ALERT_WAIT_S = 600  # between two alerts with one title
 _INIT_TIMEOUT_S = 30  # then the run is written offline; WANDB_INIT_TIMEOUT overrides it
 # These would select another run than the one of the run directory, or need another process.
@@ -71,6 +75,7 @@ class WandbTracker(Tracker):
         self._first_line = self._num_lines = 0
         self._summaries = Summaries()
         self._defined: set[str] = set()
+        self._console_offset = 0
 
     def begin(self, run: Run) -> None:
         """Opens the wandb run; writes it offline if wandb's server does not respond."""
@@ -93,13 +98,28 @@ class WandbTracker(Tracker):
     def step(self, line: Line) -> None:
         """Sends a line that is not there yet."""
         assert self._run is not None
-        self._summaries.add(line.values)
+        values = {**line.values, **trainer_series(line)}
+        self._summaries.add(values)
         self._num_lines = line.place + 1
-        for name in sorted(line.values.keys() - self._defined - {STEP}):
+        for name in sorted(values.keys() - self._defined - {STEP}):
             self._run.define_metric(name, step_metric=STEP, summary=",".join(summary_of(name)))
             self._defined.add(name)
         if line.place >= self._first_line:
-            self._run.log({**line.values, STEP: line.step}, step=line.place, commit=True)
+            self._run.log({**values, STEP: line.step}, step=line.place, commit=True)
+            self._send_console()
+
+    def _send_console(self) -> None:
+        """Sends the complete lines that the run has printed since, to the run's logs."""
+        assert self._run is not None
+        try:
+            with (self._run_dir / CONSOLE_LOG).open("rb") as log:
+                log.seek(self._console_offset)
+                text, _, _ = log.read(_MOST_CONSOLE_BYTES).rpartition(b"\n")
+        except OSError:
+            return
+        if text and hasattr(self._run, "write_logs"):  # wandb 0.25 lacks it
+            self._console_offset += len(text) + 1
+            self._run.write_logs(redact(text.decode(errors="replace")) + "\n")
 
     def incident(self, incident: Incident) -> None:
         """Sends an alert."""
@@ -110,6 +130,7 @@ class WandbTracker(Tracker):
         """Writes the summary over all lines, the figures of the report and the exit code; waits until they are sent."""
         if self._run is None:
             return
+        self._send_console()
         report = end.report
         summary: dict[str, Any] = dict(self._summaries.all())
         if report is not None:
@@ -134,6 +155,10 @@ def run_config(plan: Plan) -> dict[str, Any]:
         job["log"]["notify"] = REDACTED
     chosen = msgspec.to_builtins(plan.chosen)
     tree: dict[str, Any] = {
+        "learning_rate": plan.schedule.lr,
+        "max_steps": plan.schedule.num_steps,
+        "per_device_train_batch_size": plan.chosen.micro_batch,
+        "gradient_accumulation_steps": plan.chosen.accumulation,
         "job": job,
         "plan": {
             "strategy": plan.chosen.strategy.name,
@@ -149,6 +174,20 @@ def run_config(plan: Plan) -> dict[str, Any]:
         "versions": plan.versions,
     }
     return dict(codec.redacted(tree))
+
+
+def trainer_series(line: Line) -> dict[str, float]:
+    """The series of a line by the names of transformers' Trainer, where they differ from ours."""
+    same = {_TRAINER_NAMES.get(name, name.replace("eval/eval_", "eval/")): value for name, value in line.values.items()}
+    return {name: value for name, value in same.items() if name not in line.values} | {"train/global_step": line.step}
+
+
+def run_tags(plan: Plan) -> tuple[str, ...]:
+    """Method, architecture, sharding and device, and those of WANDB_TAGS."""
+    device = plan.hardware.gpus[0].name if plan.hardware.gpus else "CPU"
+    found = (str(plan.chosen.method), plan.model_shape.model_type, str(plan.chosen.strategy.sharding), device)
+    given = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",")]
+    return tuple(dict.fromkeys(tag[:_MOST_TAG] for tag in (*given, *found) if tag))
 
 
 def num_logged(run_dir: Path) -> int:
@@ -204,11 +243,18 @@ def _init(run: Run, record: WandbRun, config: Mapping[str, Any], *, mode: str) -
         id=record.id,
         name=run.order.name,
         group=run.order.group,
+        tags=run_tags(run.plan),
         config=dict(config),
         dir=str(run.run_dir),
         mode="online" if mode == "online" else "offline",
         resume="allow",
-        settings=wandb.Settings(console="off", force=mode == "online"),
+        settings=wandb.Settings(
+            console="off",
+            force=mode == "online",
+            # the supervisor, or the rank of a run by hand, with its ranks; not this process alone
+            x_stats_pid=os.getppid(),
+            x_stats_track_process_tree=True,
+        ),
     )
 
 
@@ -235,17 +281,17 @@ def run_figures(report: Report) -> dict[str, Any]:
 # The two commands below run in processes of their own, since wandb takes a second to import.
 
 
-def login_problem() -> str | None:
-    """The problem with wandb's login; None if it has a key or an identity. Sends nothing and never prompts."""
+def login_result() -> WandbResult:
+    """The server, and the problem with its login unless it has a key or an identity; sends nothing, never prompts."""
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib import wbauth
 
-    settings = wandb_setup.singleton().settings  # wandb.setup() would start its service
+    host = str(wandb_setup.singleton().settings.base_url)  # wandb.setup() would start its service
     try:
-        found = wbauth.authenticate_session(host=settings.base_url, source="shardwise", prompt=False)
+        found = wbauth.authenticate_session(host=host, source="shardwise", prompt=False)
     except wandb.Error as error:
-        return str(error).partition("\n")[0]
-    return None if found is not None else f"there is no login for {settings.base_url}"
+        return WandbResult(problem=str(error).partition("\n")[0], url=host)
+    return WandbResult(problem=None if found is not None else f"there is no login for {host}", url=host)
 
 
 _ENTITY = "query OwnEntity { viewer { entity } }"
@@ -300,9 +346,7 @@ def save_view(request: ViewRequest) -> WandbResult:
 def main(command: str, request: Path, result: Path) -> None:
     """`login` or `save-view`, for `launch.worker.ask`."""
     try:
-        outcome = (
-            WandbResult(problem=login_problem()) if command == "login" else save_view(codec.read(request, ViewRequest))
-        )
+        outcome = login_result() if command == "login" else save_view(codec.read(request, ViewRequest))
     except Exception as error:  # noqa: BLE001 - wandb raises many types; the first line of the message is shown
         problem = redact(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         outcome = WandbResult(problem=problem)

@@ -13,6 +13,7 @@ A message is one to three lines: what is wrong, with both numbers where there ar
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class ExitCode(IntEnum):
@@ -50,10 +51,28 @@ class InputProblemsError(InputError):
         self.problems = tuple(problems)
 
 
+class Attempt(NamedTuple):
+    """The smallest configuration of a strategy, and a budget that it exceeds."""
+
+    method: str
+    strategy: str
+    resource: str  # card, RAM of a rank, host RAM, pinned host RAM, NVMe, time or cost
+    need: float  # bytes, seconds for time, the job's currency for cost
+    usable: float  # in the unit of `need`
+
+
 class NothingFitsError(ShardwiseError):
-    """No strategy fits; the message names the smallest change that would."""
+    """No strategy fits; the message names the smallest change that would.
+
+    `tried` has the strategies that come nearest, those that exceed their budgets least first; empty if none was
+    searched.
+    """
 
     exit_code = ExitCode.NOTHING_FITS
+
+    def __init__(self, message: str, tried: Sequence[Attempt] = ()) -> None:
+        super().__init__(message)
+        self.tried = tuple(tried)
 
 
 class EnvironmentFaultError(ShardwiseError):

@@ -16,12 +16,14 @@ from urllib.parse import urlencode
 
 from msgspec.structs import replace
 
-from shardwise.launch.commands.plan import machines, start_and_repeat
+from shardwise.launch.commands.plan import machines, plan_command, start_and_repeat
 from shardwise.launch.commands.ui.pages import Content, Query, badge, bar, folded_html, lines, section_html, tile
 from shardwise.launch.commands.ui.runs import Runs
+from shardwise.launch.commands.ways_out import WayOut, ways_out
+from shardwise.launch.commands.ways_out import page as no_plan_page
 from shardwise.launch.inputs.model_files import find_known_model, known_models, similar_model
 from shardwise.launch.job.layers import read_override
-from shardwise.launch.options import parse_command_line
+from shardwise.launch.options import PlanOptions, parse_command_line
 from shardwise.launch.plan.gather import plan_inputs, profile_data
 from shardwise.trainer.planning.candidates import run_totals
 from shardwise.trainer.planning.context import PlanningContext
@@ -138,10 +140,7 @@ def plan_parts(form: Form) -> dict[str, str]:
             ((_, inputs),) = machines(options)
             plan = take_candidate(plan_inputs(inputs, profile_data(inputs)), options.take)
     except NothingFitsError as error:
-        first, *rest = str(error).removeprefix("nothing fits: ").splitlines()
-        verdict = f'<div class="card">{badge("does not fit", "bad")}<p class="lead">{escape(first)}</p>'
-        verdict += f"<p>{lines(chr(10).join(rest))}</p></div>"
-        return {**_NO_PLAN, "verdict": verdict, "command": _command(command)}
+        return {**_NO_PLAN, **_no_plan(error, options, form), "command": _command(command)}
     context = context_of(plan)
     sections = {section.name: section for section in plan_page(plan).sections}
     memory, methods = sections["memory"], sections["methods"]
@@ -154,6 +153,50 @@ def plan_parts(form: Form) -> dict[str, str]:
         "command": _command(command, *start_and_repeat(options, inputs)[0]),
         "more": more,
     }
+
+
+def _no_plan(error: NothingFitsError, options: PlanOptions, form: Form) -> dict[str, str]:
+    """The verdict where nothing fits: what was tried and what is missing, and the ways out."""
+    first, *rest = str(error).removeprefix("nothing fits: ").splitlines()
+    verdict = f'<div class="card">{badge("does not fit", "bad")}<p class="lead">{escape(first)}</p>'
+    verdict += f"<p>{lines(chr(10).join(rest))}</p></div>"
+    if not error.tried:
+        return {"verdict": verdict}
+    with _PLANNING:
+        ((_, inputs),) = machines(options)
+        found = list(ways_out(options, inputs, error.tried))
+    tried, _ = no_plan_page(error, [way for way, _ in found], name=form.model).sections
+    rows = "".join(_way_row(way, form_of(form, changed)) for way, changed in found)
+    header = "<tr><th>way</th><th class=right>time</th><th class=right>memory</th><th>command</th></tr>"
+    table = f'<div class="scroll"><table>{header}{rows}</table></div>' if rows else "<p>No single change fits.</p>"
+    return {
+        "verdict": verdict,
+        "memory": section_html(replace(tried, blocks=tried.blocks[-1:]), "card"),
+        "ways": f'<section class="card"><h2>Ways out</h2>{table}</section>',
+    }
+
+
+def _way_row(way: WayOut, form: Form | None) -> str:
+    name = escape(way.name) if form is None else f'<a href="{_address(form)}">{escape(way.name)}</a>'
+    time = "-" if way.seconds is None else about(way.seconds)
+    size = format_bytes(way.occupied_bytes)
+    return (
+        f"<tr><td>{name}</td><td class=right>{time}</td><td class=right>{size}</td>"
+        f"<td><code>{escape(way.command)}</code></td></tr>"
+    )
+
+
+def form_of(form: Form, options: PlanOptions) -> Form | None:
+    """The form of a way out, or None if a change of it is none that the form offers."""
+    machine = re.fullmatch(r"(?:(\d+)x)?(\d+)x([^,]+)", ",".join(options.specs))
+    allow = tuple(each for each in (options.allow or "").split(",") if each)
+    if machine is not None:
+        nodes, gpus, card = machine.groups()
+        form = form._replace(nodes=int(nodes or 1), gpus=int(gpus), card=card)
+    method, seq_len = options.method or form.method, options.seq_len or form.seq_len
+    form = form._replace(method=method, seq_len=seq_len, allow=allow, take=1)
+    _, again = parse_command_line(form.arguments)
+    return form if plan_command(again) == plan_command(options) else None
 
 
 def verdict_html(plan: Plan, context: PlanningContext) -> str:

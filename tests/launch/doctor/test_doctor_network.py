@@ -1,5 +1,6 @@
 """`doctor` if names, proxies, the hub, wandb or Slurm do not respond; no key is ever shown."""
 
+import os
 import socket
 
 import pytest
@@ -117,6 +118,16 @@ def test_wandb_with_a_key_and_without(broken, closed_port):
     assert KEY not in codec.encode(found).decode()
     broken.environment["WANDB_MODE"] = "offline"
     assert_reported(broken.diagnose("wandb"), Level.FINE, ("WANDB_MODE=offline",))
+
+
+def test_wandb_is_asked_for_its_own_host(broken):
+    """The environment names none: it is that of wandb's settings."""
+    broken.environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    with serving(Hub()) as server:
+        folder = broken.home / ".config" / "wandb"
+        folder.mkdir(parents=True)
+        (folder / "settings").write_text(f"[default]\nbase_url = {server.url}\n")
+        assert_reported(broken.diagnose("wandb"), Level.FINE, (server.url, "responds"))
 
 
 def test_a_token_does_not_follow_to_another_server():

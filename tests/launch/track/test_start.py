@@ -109,7 +109,7 @@ def test_w54_the_public_login_starts_the_service_of_wandb(tmp_path):
 
 
 def test_w54_the_check_for_a_login_starts_no_service(tmp_path):
-    check = "from shardwise.launch.track.wandb import login_problem; print('login:', login_problem() is None)"
+    check = "from shardwise.launch.track.wandb import login_result; print('login:', login_result().problem is None)"
     environment = {**tracker_environment(tmp_path), "WANDB_API_KEY": KEY}
     done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True, check=True)
     assert "login: True" in done.stdout

@@ -103,6 +103,32 @@ def test_the_config_has_job_plan_machine_and_prediction_and_no_secret(tmp_path):
     assert log.config["job"]["log"]["project"] == "of [redacted]"
 
 
+def test_series_tags_and_console_have_the_names_that_others_look_for(run_dir, tmp_path):
+    append_steps(run_dir, [4], eval_loss=3.5, lr=2e-4)
+    (run_dir / "console.log").write_text(f"step 4, loss 4.9\nkey {KEY}\n")
+    supervise(run_dir, tracker_environment(tmp_path, WANDB_TAGS="mine", WANDB_API_KEY=KEY))
+    log, plan = LoggedRun(offline.offline_logs(run_dir)[0]), run_plan()
+    row = log.history[-1]
+    assert (row["train/global_step"], row["eval/loss"], row["train/learning_rate"]) == (4, 3.5, 2e-4)
+    assert row["eval/eval_loss"] == row["eval/loss"] and row["train/lr"] == row["train/learning_rate"]
+    assert log.config["learning_rate"] == plan.schedule.lr and log.config["max_steps"] == plan.schedule.num_steps
+    assert {"mine", str(plan.chosen.method), plan.model_shape.model_type} <= set(log.of("run")[0].tags)
+    printed = "".join(map(str, log.of("output_logger")))
+    assert "step 4, loss 4.9" in printed and KEY not in printed
+
+
+def test_system_metrics_are_of_the_run_and_its_processes(run_dir, tmp_path):
+    """This process stands for the supervisor."""
+    held = bytearray(b"1") * 2**29
+    order = tracker_order(wandb=WandbMode.OFFLINE)
+    trackers = Trackers(run_dir, order, tracker_environment(tmp_path, WANDB_X_STATS_SAMPLING_INTERVAL="0.2"))
+    time.sleep(2.5)
+    trackers.end(EndNotice(has_report=False))
+    items = [item for stats in LoggedRun(offline.offline_logs(run_dir)[0]).of("stats") for item in stats.item]
+    resident = [float(item.value_json) for item in items if item.key == "proc.memory.rssMB"]
+    assert resident and max(resident) > len(held) / 2**20
+
+
 def test_what_goes_wrong_is_an_alert_and_the_ending_in_the_summary(run_dir, tmp_path):
     append_steps(run_dir, [4], loss=None)
     record = attempt_record(

@@ -39,13 +39,14 @@ from shardwise.trainer.planning.search.configurations import (
     strategy_need,
 )
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.spec.errors import NothingFitsError
+from shardwise.trainer.spec.errors import Attempt, NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance, Pin
 from shardwise.trainer.spec.plan import Candidate, MethodRow
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_count
 
 MIN_GAIN = 0.02  # of the peak, to be worth a restart
+MOST_TRIED = 3  # strategies that the error names
 
 
 def fallbacks(context: PlanningContext, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -171,16 +172,30 @@ def least_short(methods: Mapping[Method, tuple[PlanningContext, Iterable[Candida
 
 def _shortage(context: PlanningContext, candidate: Candidate) -> float:
     """The largest of the factors by which a candidate exceeds its budgets."""
+    return max(need / granted for _, need, granted in _budgets(context, candidate) if need and granted)
+
+
+def _budgets(context: PlanningContext, candidate: Candidate) -> Iterator[tuple[str, float, float | None]]:
+    """Each resource with what a candidate needs of it and what is granted: bytes, seconds, money; None: unknown."""
     memory, limits = candidate.memory, context.job.limits
+    yield "RAM of a rank" if context.is_cpu else "card", memory.need_bytes, memory.usable_bytes
+    if not context.is_cpu:
+        yield "host RAM", memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
+        yield "pinned host RAM", memory.pinned_bytes, context.hardware.host.pinned_limit_bytes
+    yield "NVMe", memory.nvme_bytes, context.nvme_bytes
     hours = run_hours(context, candidate)
-    budgets = (
-        (memory.need_bytes, memory.usable_bytes),
-        (memory.pinned_bytes + memory.host_bytes, None if context.is_cpu else context.host_ram_bytes),
-        (memory.nvme_bytes, context.nvme_bytes),
-        (hours, limits.hours),
-        (run_cost(context, hours), limits.cost),
-    )
-    return max(need / granted for need, granted in budgets if need and granted)
+    if limits.hours is not None:
+        yield "time", hours * 3600, limits.hours * 3600
+    if limits.cost is not None:
+        yield "cost", run_cost(context, hours) or 0.0, limits.cost
+
+
+def _tried(context: PlanningContext, smallest: Sequence[Candidate]) -> Iterator[Attempt]:
+    """The candidates that exceed their budgets least, each with every budget that it exceeds."""
+    for candidate in sorted(smallest, key=lambda each: _shortage(context, each))[:MOST_TRIED]:
+        for resource, need, granted in _budgets(context, candidate):
+            if granted is not None and need > granted:
+                yield Attempt(str(context.method), candidate.strategy.name, resource, need, granted)
 
 
 def nothing_fits(
@@ -211,7 +226,7 @@ def nothing_fits(
     others = [f"{row.method} ({format_bytes(row.memory_bytes or 0)})" for row in methods if row.is_within_limits]
     if others:
         lines.append(f"what would fit: {', '.join(others)}")
-    return NothingFitsError("\n".join(lines))
+    return NothingFitsError("\n".join(lines), tuple(_tried(context, smallest)))
 
 
 def _untimed(context: PlanningContext) -> PlanningContext:
