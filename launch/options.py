@@ -593,7 +593,8 @@ def parse_command_line(arguments: list[str]) -> tuple[Command, Any]:
 
 def _settings_meant(arguments: Sequence[str], unknown: Sequence[str]) -> str:
     """Settings that unknown options stand for, as key=value; nothing if one of them has no such setting."""
-    from shardwise.trainer.spec.job.reading import children, meant_setting
+    from shardwise.trainer.spec.job.fields import children
+    from shardwise.trainer.spec.job.reading import meant_setting
 
     found = []
     for option in unknown:

@@ -44,7 +44,7 @@ def test_predicted_and_measured_stand_side_by_side_with_the_difference():
     wide = render_report(make_report(), run_dir=Path("r"), width=200)
     (line,) = [line for line in wide.splitlines() if "unigram" in line]
     assert all(figure in line for figure in ("4.0000", "6.0000", "0.67"))
-    (seen,) = [line for line in text.splitlines() if "LlamaForCausalLM" in line]
+    (seen,) = [line for line in wide.splitlines() if "LlamaForCausalLM" in line]
     assert all(fact in seen for fact in ("1 process", "AdamW", "fp32", "sdpa", "chunked"))
     assert "before: x x" in text and "after: main():\n              pass" in text
     assert "what would help:" not in text
@@ -147,7 +147,7 @@ def test_a_profile_shows_time_and_memory_by_part_and_the_same_as_json():
     assert profile_json(PLAN, untimed, None, [])["measured"] is None
 
 
-def rows_of(**changes: Any) -> dict[str, tuple[str, ...]]:
+def rows_of(**changes: Any) -> dict[str, list[str]]:
     report = make_report(**changes)
     rows = comparison_rows(report.predicted, report.measured, report=report)
     return {label.strip(): cells for label, *cells in rows}

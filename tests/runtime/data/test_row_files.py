@@ -108,4 +108,4 @@ VIEWED = pa.struct([("role", pa.dictionary(pa.int8(), pa.string())), ("content",
 )
 def test_a_column_is_read_as_the_values_that_it_holds_whatever_its_type(tmp_path, suffix, write, column, value):
     file = written_source(tmp_path / f"a.{suffix}", write(pa.table({"value": column})))
-    assert [row["value"] for _, row in read_rows(file)] == value
+    assert list(read_rows(file)) == [(number, {"value": each}) for number, each in enumerate(value, start=1)]

@@ -181,7 +181,7 @@ def test_a_report_has_the_seconds_of_each_part_of_the_run(tmp_path, monkeypatch)
     paths = state.run_paths(tmp_path / "attempts" / "1" / "plan.json", started_at=datetime.now(UTC))
     paths.attempt_dir.mkdir(parents=True)
     now = iter(range(0, 1000, 10))
-    monkeypatch.setattr(state.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
     writer = state.ReportWriter(paths, rank=1)
     for phase in ("loading the model", "data", "backward", "evaluating", "training", SAVING_PHASE):
         writer.beat(phase, step=1)
