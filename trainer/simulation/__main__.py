@@ -96,7 +96,7 @@ def _traced(request: TraceRequest) -> Value:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled; bitsandbytes would load Inductor, 1 to 2 s
     from shardwise.trainer.simulation.describe import describe_traced
 
-    return describe_traced(request)
+    return describe_traced(request, may_fork=True)
 
 
 if __name__ == "__main__":

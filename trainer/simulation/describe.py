@@ -10,11 +10,12 @@ counts its memory. Blocks of more than two kinds are counted as the two most com
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -26,6 +27,7 @@ from shardwise.trainer.runtime.models.router_loss import router_loss_problem
 from shardwise.trainer.runtime.models.targets import component_of, experts_in, read_past_forward, routers_of
 from shardwise.trainer.simulation.build import base_on_meta, blocks_of
 from shardwise.trainer.simulation.documents import measure_rows
+from shardwise.trainer.simulation.forked import in_fork
 from shardwise.trainer.simulation.trace import traced_blocks
 from shardwise.trainer.spec.errors import InputError, close_matches
 from shardwise.trainer.spec.messages.worker_requests import TraceRequest
@@ -33,6 +35,7 @@ from shardwise.trainer.spec.model.blocks import Mode
 from shardwise.trainer.spec.model.config_values import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from shardwise.trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead
+from shardwise.trainer.spec.value import Value
 
 Linears = tuple[Linear, ...]
 _HIDDEN_DROPOUT = ("hidden_dropout", "resid_pdrop", "residual_dropout", "dropout")
@@ -46,29 +49,34 @@ def describe(request: DescriptionRequest) -> ModelShape:
     """The shape of a model; InputError where transformers cannot build it, or code of its own would have to."""
     model = _built(request)
     shape = _shape_of(model)
-    return replace(shape, other_parameters=_size(model) - shape.num_parameters, **_obstacles(model))
+    return replace(shape, other_parameters=_size(model) - shape.num_parameters, **asdict(_obstacles(model)))
 
 
-def describe_traced(request: TraceRequest) -> ModelShape:
-    """The shape of a model with the traces of its blocks; without them if it is not trained or not followed."""
+def describe_traced(request: TraceRequest, *, may_fork: bool = False) -> ModelShape:
+    """The shape of a model with the traces of its blocks; without them if it is not trained or not followed.
+
+    `may_fork` as of `in_fork`.
+    """
     if not request.modes:
         return describe(request.description)
     model = _built(request.description)
+    waiting = in_fork(partial(_obstacles, model), _Obstacles, may_fork=may_fork)
     shape, config, reach = _shape_of(model), _Config(model.config.get_text_config()), _Reach(model)
     shape = replace(shape, other_parameters=_size(model) - shape.num_parameters)
-    obstacles = _obstacles(model)
-    if obstacles["loss_obstacle"] is not None:
-        return replace(shape, **obstacles)
+    obstacles = waiting()
+    shape = replace(shape, **asdict(obstacles))
+    if obstacles.loss_obstacle is not None:
+        return shape
     request = replace(
         request,
         modes=tuple(dict.fromkeys(_offered(mode, shape) for mode in request.modes)),
-        is_packed=request.is_packed and obstacles["packing_obstacle"] is None,
+        is_packed=request.is_packed and obstacles.packing_obstacle is None,
     )
     try:
-        traced = traced_blocks(model, request, lambda block: linears_of(block, config, reach))
+        traced = traced_blocks(model, request, lambda block: linears_of(block, config, reach), may_fork=may_fork)
     except InputError:
-        return replace(shape, **obstacles)
-    return replace(shape, traced=traced, **obstacles)
+        return shape
+    return replace(shape, traced=traced)
 
 
 def _offered(mode: Mode, shape: ModelShape) -> Mode:
@@ -76,18 +84,27 @@ def _offered(mode: Mode, shape: ModelShape) -> Mode:
     return mode if mode.attention in shape.attentions else replace(mode, attention=Attention.EAGER)
 
 
-def _obstacles(model: PreTrainedModel) -> dict[str, Any]:
-    """What keeps the model from our loss heads and from packed rows."""
+class _Obstacles(Value, frozen=True, kw_only=True):
+    """What keeps a model from our loss heads and from packed rows: fields of its shape."""
+
+    loss_obstacle: str | None
+    loss_heads: tuple[LossHead, ...]
+    logit_softcap: float | None
+    packing_obstacle: str | None
+    is_packing_measured: bool
+
+
+def _obstacles(model: PreTrainedModel) -> _Obstacles:
     copied = copy.deepcopy(model)
     installed = make_trainable(copied, Checkpointing.NONE, LossHead.EAGER, loss_chunk_tokens=None)
     rows, rule = measure_rows(model), installed.loss.rule
-    return {
-        "loss_obstacle": rows.loss_fault or (None if rows.is_measured or rule is not None else _NOT_COMPARED),
-        "loss_heads": (LossHead.EAGER,) if rule is None else tuple(LossHead),
-        "logit_softcap": None if rule is None else rule.softcap,
-        "packing_obstacle": rows.packing_obstacle,
-        "is_packing_measured": rows.is_measured,
-    }
+    return _Obstacles(
+        loss_obstacle=rows.loss_fault or (None if rows.is_measured or rule is not None else _NOT_COMPARED),
+        loss_heads=(LossHead.EAGER,) if rule is None else tuple(LossHead),
+        logit_softcap=None if rule is None else rule.softcap,
+        packing_obstacle=rows.packing_obstacle,
+        is_packing_measured=rows.is_measured,
+    )
 
 
 _NOT_COMPARED = "its logits are no product of its head, and no small copy of it runs whose loss could be compared"

@@ -21,7 +21,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from shardwise.trainer.simulation.fake_device import (
     enable_fake_cuda,
     ready_backward_thread,
 )
+from shardwise.trainer.simulation.forked import in_fork
 from shardwise.trainer.simulation.kernels import Kernels
 from shardwise.trainer.simulation.package_functions import PackageFunction, as_installed
 from shardwise.trainer.spec.errors import InputError
@@ -111,11 +112,15 @@ def _form(block: nn.Module, *, counts_numbers: bool) -> tuple[Any, ...]:
 
 
 def traced_blocks(
-    model: PreTrainedModel, request: TraceRequest, linears_of: Callable[[nn.Module], tuple[Linear, ...]]
+    model: PreTrainedModel,
+    request: TraceRequest,
+    linears_of: Callable[[nn.Module], tuple[Linear, ...]],
+    *,
+    may_fork: bool = False,
 ) -> TracedBlocks:
     """The blocks of a model on `meta` in every mode of the request; the model keeps one block of each kind.
 
-    InputError for a model whose forward cannot be followed without values.
+    InputError for a model whose forward cannot be followed without values. `may_fork` as of `in_fork`.
     """
     if request.device_kind is DeviceKind.CUDA:
         enable_fake_cuda()
@@ -124,7 +129,7 @@ def traced_blocks(
     places = _keep_one_of_each(model, blocks, kinds)
     described = [_described(block, linears_of) for block in kinds.modules]
     rows = _rows_of(model, request, _num_tokens(model, request))
-    runs, rows = _runs(model, request, places, rows)
+    runs, rows = _runs(model, request, places, rows, may_fork=may_fork)
     runs = [_without_linears(run, described) for run in runs]
     return TracedBlocks(
         kinds=tuple(described),
@@ -300,16 +305,33 @@ def _described(block: nn.Module, linears_of: Callable[[nn.Module], tuple[Linear,
 
 
 def _runs(
+    model: PreTrainedModel, request: TraceRequest, places: tuple[int, ...], rows: _Rows, *, may_fork: bool
+) -> tuple[list[ModeTrace], _Rows]:
+    """A run in each mode, half of them in a fork; of whole rows if documents cannot be separated."""
+    middle = (len(request.modes) + 1) // 2
+    first, second = (replace(request, modes=modes) for modes in (request.modes[:middle], request.modes[middle:]))
+    waiting = in_fork(
+        partial(_runs_here, model, second, places, rows),
+        tuple[list[ModeTrace], _Rows],
+        may_fork=may_fork and bool(second.modes),
+    )
+    runs, used = _runs_here(model, first, places, rows)
+    more, used_there = waiting()
+    if used != used_there:
+        return _runs_here(model, request, places, rows._replace(document=None))
+    return [*runs, *more], used
+
+
+def _runs_here(
     model: PreTrainedModel, request: TraceRequest, places: tuple[int, ...], rows: _Rows
 ) -> tuple[list[ModeTrace], _Rows]:
-    """A run in each mode; of whole rows if documents cannot be separated."""
     runs = []
     for mode in request.modes:
         try:
             runs.append(_traced(model, request, mode, places, rows))
         except _NOT_RUN as error:
             if rows.document is not None:
-                return _runs(model, request, places, rows._replace(document=None))
+                return _runs_here(model, request, places, rows._replace(document=None))
             if not mode.method.freezes_base:
                 raise InputError(_not_followed(model, error)) from error
         except InputError:  # adapters that PEFT refuses
