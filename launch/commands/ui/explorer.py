@@ -30,8 +30,10 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.first_screen import about, alternatives, how, memory_text, time_range
 from shardwise.trainer.planning.explain.plan_page import plan_page
+from shardwise.trainer.planning.page.html import SCROLLING
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, time_error
+from shardwise.trainer.planning.tables.gpu_names import match_card
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance
@@ -83,7 +85,7 @@ class Form(NamedTuple):
 
 
 def read_form(query: Query) -> Form:
-    """The fields of an address; InputError for one that is none of those that the form offers."""
+    """The fields of an address, a card as for `--hardware`; InputError for one that is none of those of the form."""
     given = {name: query[name][0] for name in Form._fields if name in query}
     model, method, card = (given.get(name, getattr(Form(), name)) for name in ("model", "method", "card"))
     known = find_known_model(model)
@@ -93,7 +95,7 @@ def read_form(query: Query) -> Form:
     if method not in METHODS:
         raise InputError(f"method {method}: is none of {', '.join(METHODS)}")
     if card != HERE and card not in GPU_SPECS:
-        raise InputError(f"card {card}: is not in the catalogue")
+        card = match_card(card).spec.name
     allow = tuple(each for each in query.get("allow", ()) if each in list(Allowance))
     numbers = {name: _whole(name, given[name]) for name in ("seq_len", "gpus", "nodes", "take") if name in given}
     tokens = given.get("tokens", "").strip()
@@ -168,7 +170,7 @@ def _no_plan(error: NothingFitsError, options: PlanOptions, form: Form) -> dict[
     tried, _ = no_plan_page(error, [way for way, _ in found], name=form.model).sections
     rows = "".join(_way_row(way, form_of(form, changed)) for way, changed in found)
     header = "<tr><th>way</th><th class=right>time</th><th class=right>memory</th><th>command</th></tr>"
-    table = f'<div class="scroll"><table>{header}{rows}</table></div>' if rows else "<p>No single change fits.</p>"
+    table = f"{SCROLLING}<table>{header}{rows}</table></div>" if rows else "<p>No single change fits.</p>"
     return {
         "verdict": verdict,
         "memory": section_html(replace(tried, blocks=tried.blocks[-1:]), "card"),
@@ -276,7 +278,7 @@ def _ways(plan: Plan, context: PlanningContext, form: Form) -> str:
     if form.take > 1:
         address = _address(form._replace(take=1))
         back = f'<p>This is candidate {form.take}. <a href="{address}">Back to the first</a></p>'
-    table = f'<div class="scroll"><table>{header}{"".join(rows)}</table></div>'
+    table = f"{SCROLLING}<table>{header}{''.join(rows)}</table></div>"
     return f'<section class="card"><h2>Other ways</h2>{back}{table}</section>'
 
 

@@ -19,7 +19,7 @@ from shardwise.launch.rundir.state import RunState
 from shardwise.launch.show.run_page import comparison_page, run_page, run_text
 from shardwise.launch.show.view import LiveView, MemoryGauge
 from shardwise.trainer.planning.page.content import Block, LineChart, Points, Section, Series, Unit
-from shardwise.trainer.planning.page.html import axes_of, block_html, line_chart_html, line_path
+from shardwise.trainer.planning.page.html import SCROLLING, axes_of, block_html, line_chart_html, line_path
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import printable
@@ -110,11 +110,23 @@ def runs_content(runs: Runs, _query: Query) -> Content:
         '<button id="compare-button">Compare selected</button></form>'
     )
     rows = "".join(map(_row, found))
-    columns = ("", "run", "state", "progress", "loss", "", "tokens/s", "time", "model", "started")
-    header = "".join(f"<th{' class=right' if name in ('loss', 'tokens/s') else ''}>{name}</th>" for name in columns)
+    header = "".join(_title(name, number) for number, name in enumerate(_COLUMNS))
     table = f'<table class="runs"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
-    parts = {"table": f'<div class="scroll card">{table}</div><p class="sub">{shown}</p>'}
+    scrolling = SCROLLING.replace('class="scroll"', 'class="scroll card"')
+    parts = {"table": f'{scrolling}{table}</div><p class="sub">{shown}</p>'}
     return Content("runs", head, parts, "/", "/api/", LIST_S)
+
+
+_COLUMNS = ("", "run", "state", "progress", "loss", "", "tokens/s", "time", "model", "started")  # of the list of runs
+
+
+def _title(name: str, column: int) -> str:
+    """The title of a column: a button that sorts the rows by it; ui.js reads the number of the column."""
+    if not name:
+        return "<td></td>"
+    right = " class=right" if name in ("loss", "tokens/s") else ""
+    button = f'<button type="button" data-id="sort-{column}" data-sort="{column}">{name}</button>'
+    return f'<th{right} aria-sort="none">{button}</th>'
 
 
 def _no_runs(runs: Runs) -> str:
@@ -134,7 +146,8 @@ def _row(run: Summary) -> str:
     started = time.strftime("%d %b %Y, %H:%M", time.localtime(run.started_s))
     if status is None:
         reason = f"{badge('unreadable', 'bad')} {escape(run.problem or '')}"
-        return f'<tr><td>{box}</td><td>{link}</td><td colspan="7">{reason}</td><td>{started}</td></tr>'
+        begin = f"<td{_by(run.started_s)}>{started}</td>"
+        return f'<tr><td>{box}</td><td>{link}</td><td colspan="7">{reason}</td>{begin}</tr>'
     share = (status.step or 0) / status.num_steps if status.num_steps else 0.0
     steps = (
         "-" if status.step is None else f"{status.step:,}" + (f" of {status.num_steps:,}" if status.num_steps else "")
@@ -145,14 +158,19 @@ def _row(run: Summary) -> str:
     rate = run.tokens_per_s or status.tokens_per_s
     cells = (
         f"<td>{box}</td><td class=name>{link}</td><td>{state_badge(status.state, status.reason)}</td>",
-        f"<td>{bar(share)}<small>{steps}</small></td>",
-        f"<td class=right>{'-' if loss is None else f'{loss:.4f}'}</td><td>{_spark(run.curve)}</td>",
-        f"<td class=right>{'-' if not rate else format_count(rate)}</td>",
-        f"<td class=time>{left or spent or '-'}</td>",
+        f"<td{_by(share)}>{bar(share)}<small>{steps}</small></td>",
+        f"<td class=right{_by(loss)}>{'-' if loss is None else f'{loss:.4f}'}</td><td>{_spark(run.curve)}</td>",
+        f"<td class=right{_by(rate)}>{'-' if not rate else format_count(rate)}</td>",
+        f"<td class=time{_by(status.seconds_left if left else run.duration_s)}>{left or spent or '-'}</td>",
         f"<td>{'-' if run.plan is None else escape(_model_text(run.plan))}</td>",
-        f"<td><small>{started}</small></td>",
+        f"<td{_by(run.started_s)}><small>{started}</small></td>",
     )
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _by(value: float | None) -> str:
+    """The number that a cell is sorted by; text is sorted as it stands."""
+    return f' data-by="{"" if value is None else f"{value:.9g}"}"'
 
 
 def _model_text(plan: Plan) -> str:
@@ -350,6 +368,7 @@ def _plot(chart: LineChart) -> str:
     series = [
         {
             "name": printable(each.name),
+            "level": each.is_dashed,
             "points": [(x, None if y is None else chart.unit.text(y)) for x, y in each.points],
         }
         for each in chart.series

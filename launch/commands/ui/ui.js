@@ -62,6 +62,7 @@
     }
     filter();
     compare();
+    sort();
     if (at !== null) read(at);
   }
 
@@ -81,6 +82,36 @@
     button.disabled = count < 2;
     button.textContent = count < 2 ? "Compare selected" : `Compare ${count} runs`;
   }
+
+  // The list by a column: numbers by what a cell gives, text as it stands; rows without a value last.
+  let order = null;
+  function valueOf(row) {
+    const cell = [...row.cells].at(order.column >= 9 ? -1 : order.column);
+    if (!cell || (row.cells.length < 10 && order.column > 1 && order.column < 9)) return "";
+    if (cell.dataset.by === undefined) return cell.textContent.toLowerCase();
+    return cell.dataset.by === "" ? "" : Number(cell.dataset.by);
+  }
+  function sort() {
+    const body = document.querySelector("table.runs tbody");
+    if (!body || !order) return;
+    const rows = [...body.rows].map((row) => [valueOf(row), row]);
+    rows.sort(([one], [other]) => {
+      if (one === "" || other === "") return (one === "") - (other === "");
+      return order.sign * (one < other ? -1 : one > other ? 1 : 0);
+    });
+    for (const [, row] of rows) body.appendChild(row);
+    for (const title of document.querySelectorAll("table.runs th[aria-sort]")) {
+      const isOf = Number(title.firstElementChild.dataset.sort) === order.column;
+      title.setAttribute("aria-sort", !isOf ? "none" : order.sign > 0 ? "ascending" : "descending");
+    }
+  }
+  document.addEventListener("click", (event) => {
+    const title = event.target.closest?.("[data-sort]");
+    if (!title) return;
+    const column = Number(title.dataset.sort);
+    order = {column, sign: order?.column === column ? -order.sign : 1};
+    sort();
+  });
 
   // The figures of charts: one place on the x axis, read in every chart that has that axis.
   let at = null;
@@ -111,8 +142,9 @@
       const left = drawn.left - frame.left + share * drawn.width;
       line.style.left = `${left}px`;
       line.style.top = `${drawn.top - frame.top + 10}px`;
-      const rows = chart.series.map((each, number) => [each.name, nearest(each.points, place.x), number])
-        .filter(([, point]) => point && point[1] !== null);
+      const close = 0.005 * (chart.right - chart.left);  // a series is read at its own points, a level everywhere
+      const rows = chart.series.map((each, number) => [each.name, nearest(each.points, place.x), number, each.level])
+        .filter(([, point, , level]) => point && point[1] !== null && (level || Math.abs(point[0] - place.x) <= close));
       note.replaceChildren(...[["", [place.x, `${chart.label} ${place.text}`], -1], ...rows].map(([name, point, number]) => {
         const row = document.createElement("p");
         if (number >= 0) row.appendChild(Object.assign(document.createElement("span"), {className: `key c${number % 12}`}));

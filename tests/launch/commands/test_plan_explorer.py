@@ -65,7 +65,7 @@ def test_a_setting_of_an_alternative_changes_its_field_alone():
     "query",
     [
         {"model": "/etc/passwd"}, {"model": "../job.yaml"}, {"model": "--json"}, {"model": "lama-3.1-8b"},
-        {"card": "H100"}, {"card": "1xH100,ram=1GiB"}, {"card": "/tmp/hardware.json"}, {"method": "rlhf"},
+        {"card": "H999"}, {"card": "1xH100,ram=1GiB"}, {"card": "/tmp/hardware.json"}, {"method": "rlhf"},
         {"seq_len": "0"}, {"seq_len": "-1"}, {"seq_len": "1e99999999999"}, {"gpus": "17"}, {"nodes": "1.5"},
         {"tokens": "many"}, {"take": "100"},
     ],
@@ -82,6 +82,7 @@ def test_a_hub_id_is_its_preset_and_unknown_opt_ins_are_left_out():
     form = read_form({"model": ["Qwen/Qwen2.5-0.5B-Instruct"], "allow": ["fp8", "x; rm -rf /"], "seq_len": ["4k"]})
     assert form == Form(model="qwen2.5-0.5b", allow=("fp8",), seq_len=4000)
     assert read_form({}) == Form() and Form().query == {}
+    assert [read_form({"card": [name]}).card for name in ("H100", "rtx 3090")] == ["H100-SXM5-80GB", "RTX-3090"]
 
 
 def test_where_nothing_fits_the_smallest_change_is_named():

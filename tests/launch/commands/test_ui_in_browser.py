@@ -178,6 +178,7 @@ def test_figures_of_charts_are_read_by_keyboard_and_pointer(browser: Browser, se
     opened = browser.open(server.address + "/run?name=good", width=390, script=script)
     last, one_before, closed, first, num_read = opened.value
     assert "step 40" in last and "4.2" in last and "step 39" in one_before and closed == "" and "step 1" in first
+    assert "held-out" in last and "held-out" not in one_before, "a series is read at its own points alone"
     assert num_read >= 3 and opened.messages == [], "every chart over the steps is read at the same place"
 
 
@@ -196,6 +197,27 @@ def test_the_explorer_plans_what_its_form_has_at_once(browser: Browser, server: 
     search, verdict, title = opened.value
     assert "method=qlora" in search and "qlora on 1 x RTX-4060" in verdict and title.startswith("qwen2.5-0.5b")
     assert opened.messages == []
+
+
+def test_the_list_is_sorted_by_a_column_and_stays_so_when_it_is_renewed(browser: Browser, server: UiServer):
+    script = """(() => {
+      const names = () => [...document.querySelectorAll("table.runs tbody tr")].map((row) => row.cells[1].textContent);
+      const values = (column) => [...document.querySelectorAll("table.runs tbody tr")]
+        .map((row) => row.cells[column]?.dataset.by).filter(Boolean).map(Number);
+      const press = (column) => document.querySelector(`[data-sort="${column}"]`).click();
+      press(1); const up = names();
+      press(1); const down = names();
+      press(4);
+      const titles = [...document.querySelectorAll("th[aria-sort]")].map((each) => each.getAttribute("aria-sort"));
+      const sticky = getComputedStyle(document.getElementById("compare")).position;
+      return [up, down, values(4), titles, sticky];
+    })()"""
+    opened = browser.open(server.address, width=1280, script=script)
+    up, down, losses, titles, sticky = opened.value
+    assert up == sorted(up, key=str.lower) and down == up[::-1] and len(up) >= 3
+    assert losses == sorted(losses) and losses
+    assert titles == ["none", "none", "none", "ascending", "none", "none", "none", "none"]
+    assert sticky == "sticky" and opened.messages == []
 
 
 def test_the_list_is_filtered_and_two_runs_are_compared(browser: Browser, server: UiServer):

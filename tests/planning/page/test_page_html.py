@@ -58,6 +58,15 @@ def test_the_page_is_whole_and_fetches_nothing(html: str) -> None:
     assert not re.search(r"url\(|@import|https?://", html)
 
 
+def test_a_screen_reader_gets_the_name_of_every_picture_and_the_keyboard_reaches_every_wide_table(html: str) -> None:
+    assert html.count("<main>") == 1
+    pictures = re.findall(r'<svg [^>]*role="img"[^>]*>', html)
+    assert pictures and all(re.search(r'aria-label="[^"]+"', each) for each in pictures)
+    tables = re.findall(r'<div class="scroll[^>]*>', html)
+    assert tables and all('tabindex="0"' in each and "aria-label=" in each for each in tables)
+    assert not re.search(r"<th[^>]*></th>", html)
+
+
 def test_a_policy_forbids_every_request_and_every_style_but_the_one_in_the_head(html: str) -> None:
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', html)
     digest = base64.b64encode(hashlib.sha256(page_html.STYLE.encode()).digest()).decode()

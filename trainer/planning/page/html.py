@@ -46,7 +46,7 @@ def pages_html(pages: Sequence[Page], *, title: str) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -90,8 +90,9 @@ def _chart(block: StackedBar | Bars | PairedBars | Spans | LineChart) -> Iterato
 
 def _table(table: Table) -> Iterator[str]:
     header, *rows = table.starred
-    yield '<div class="scroll"><table>'
-    yield f"<tr>{''.join(cell('th', text, is_right=n in table.right) for n, text in enumerate(header))}</tr>"
+    yield f"{SCROLLING}<table>"
+    titles = (cell("th" if text else "td", text, is_right=number in table.right) for number, text in enumerate(header))
+    yield f"<tr>{''.join(titles)}</tr>"
     for number, row in enumerate(rows, start=1):
         cells = (
             cell("td", text, is_right=column in table.right, is_best=(number, column) in table.best)
@@ -101,6 +102,8 @@ def _table(table: Table) -> Iterator[str]:
     yield "</table></div>"
 
 
+# What is wider than the window is moved with the arrow keys once it has the focus.
+SCROLLING = '<div class="scroll" tabindex="0" role="group" aria-label="table">'
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 180
 MOST_POINTS = 400  # of a line: more are not visible, and would make a page of a long run large
 _MOST_TICKS = 5
@@ -200,7 +203,7 @@ def cell(tag: str, text: str, *, is_right: bool = False, is_best: bool = False) 
 
 def stacked_bar_html(bar: StackedBar) -> Iterator[str]:
     """The bar, and a table of its parts."""
-    yield f'<svg height="{_BAR_HEIGHT}" role="img">'
+    yield f'<svg height="{_BAR_HEIGHT}" role="img" aria-label="{escape(", ".join(bar.parts))}">'
     yield f'<rect class="free" width="100%" height="{_BAR_HEIGHT}"/>'
     left = 0.0
     for number, (name, size) in enumerate(bar.parts.items()):
@@ -211,7 +214,7 @@ def stacked_bar_html(bar: StackedBar) -> Iterator[str]:
         )
         left += width
     yield "</svg>"
-    yield '<div class="scroll"><table>'
+    yield f"{SCROLLING}<table>"
     for number, (name, size) in enumerate(bar.parts.items()):
         key = f'<td><span class="key c{number % NUM_COLOURS}"></span></td>'
         yield f"<tr>{key}{cell('td', name)}{cell('td', format_bytes(size), is_right=True)}</tr>"
@@ -225,7 +228,7 @@ def bars_svg(bars: Bars) -> Iterator[str]:
         return
     largest = max(size for _, size, _ in bars.rows) or 1.0
     yield f"<h3>{escape(bars.caption)}</h3>"
-    yield f'<svg height="{_ROW_HEIGHT * len(bars.rows)}" role="img">'
+    yield f'<svg height="{_ROW_HEIGHT * len(bars.rows)}" role="img" aria-label="{escape(bars.caption)}">'
     for number, (label, size, text) in enumerate(bars.rows):
         top = number * _ROW_HEIGHT
         yield from _row_text(label, text, top)
@@ -242,7 +245,7 @@ def paired_bars_html(bars: PairedBars) -> Iterator[str]:
     height = _ROW_HEIGHT + _THIN + 2
     yield f"<h3>{escape(bars.caption)}</h3>"
     yield _keys((("predicted", 0, False), ("measured", 1, False)))
-    yield f'<svg height="{height * len(bars.rows)}" role="img">'
+    yield f'<svg height="{height * len(bars.rows)}" role="img" aria-label="{escape(bars.caption)}">'
     for number, (label, *sizes) in enumerate(bars.rows):
         top = number * height
         text = " / ".join("-" if size is None else bars.unit.text(size) for size in sizes)
@@ -260,7 +263,7 @@ def spans_svg(spans: Spans) -> Iterator[str]:
     end = max(span.end for span in spans.rows) or 1.0
     height = _ROW_HEIGHT * len(spans.rows)
     yield f"<h3>{escape(spans.caption)}</h3>"
-    yield f'<svg height="{height + _BELOW}" role="img">'
+    yield f'<svg height="{height + _BELOW}" role="img" aria-label="{escape(spans.caption)}">'
     for number, span in enumerate(spans.rows):
         top = number * _ROW_HEIGHT
         yield from _row_text(span.text, "", top)
