@@ -95,7 +95,7 @@ def read_form(query: Query) -> Form:
     if method not in METHODS:
         raise InputError(f"method {method}: is none of {', '.join(METHODS)}")
     if card != HERE and card not in GPU_SPECS:
-        card = match_card(card).spec.name
+        card = match_card(card, count=_whole("gpus", given["gpus"]) if "gpus" in given else 1).spec.name
     allow = tuple(each for each in query.get("allow", ()) if each in list(Allowance))
     numbers = {name: _whole(name, given[name]) for name in ("seq_len", "gpus", "nodes", "take") if name in given}
     tokens = given.get("tokens", "").strip()

@@ -82,7 +82,7 @@ def test_a_hub_id_is_its_preset_and_unknown_opt_ins_are_left_out():
     form = read_form({"model": ["Qwen/Qwen2.5-0.5B-Instruct"], "allow": ["fp8", "x; rm -rf /"], "seq_len": ["4k"]})
     assert form == Form(model="qwen2.5-0.5b", allow=("fp8",), seq_len=4000)
     assert read_form({}) == Form() and Form().query == {}
-    assert [read_form({"card": [name]}).card for name in ("H100", "rtx 3090")] == ["H100-SXM5-80GB", "RTX-3090"]
+    assert [read_form({"card": [name]}).card for name in ("H100", "rtx 3090")] == ["H100-PCIe-80GB", "RTX-3090"]
 
 
 def test_where_nothing_fits_the_smallest_change_is_named():
