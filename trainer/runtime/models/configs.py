@@ -37,7 +37,7 @@ def faults_of_config(config: Mapping[str, Any], *, origin: str) -> Iterator[None
 
 def refuse_padding(model: PreTrainedModel, *, origin: str) -> None:
     """InputError for a negative pad_token_id that torch counts from the last token, which then is not trained."""
-    pad = model.config.get_text_config().pad_token_id
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)  # a class of its own may lack it
     row = getattr(model.get_input_embeddings(), "padding_idx", None)
     if isinstance(pad, int) and pad < 0 and row is not None:
         raise InputError(
