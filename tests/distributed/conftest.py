@@ -22,7 +22,6 @@ from shardwise.trainer.spec.strategy import Precision
 
 HERE = Path(__file__).parent
 FEW = 3  # tests of a file
-FEW_EVAL_ROWS = 8  # every attempt ends with an evaluation
 TIMEOUT_S = 1200  # a group may run a hundred attempts
 Kind = str | Callable[[Any], str]  # what follows the plan among the arguments of a worker, or that of each case
 
@@ -44,9 +43,7 @@ class Course(NamedTuple):
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory) -> Path:
     """No rank's gradient reaches 1 in these steps, where fp16 would skip a step at its first loss scale."""
-    return write_rows(
-        tmp_path_factory.mktemp("data") / "rows", shortest=16, is_grouped=False, num_eval_rows=FEW_EVAL_ROWS
-    )
+    return write_rows(tmp_path_factory.mktemp("data") / "rows", shortest=16, is_grouped=False)
 
 
 @pytest.fixture(scope="session")

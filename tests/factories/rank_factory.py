@@ -30,18 +30,11 @@ NUM_STEPS = 6  # of runs that are held step by step against another: enough to l
 
 
 def write_rows(
-    cache_dir: Path,
-    *,
-    num_rows: int = 400,
-    seq_len: int = SEQ_LEN,
-    shortest: int = 2,
-    is_grouped: bool = True,
-    num_eval_rows: int = NUM_EVAL_ROWS,
+    cache_dir: Path, *, num_rows: int = 400, seq_len: int = SEQ_LEN, shortest: int = 2, is_grouped: bool = True
 ) -> Path:
     """A token cache of bytes of the standard library's own text, in rows of very different length.
 
-    They are learned grouped by length, or else, as packed rows are, in random order and all of one width. The rows to
-    learn are the same with any number of held-out rows up to NUM_EVAL_ROWS.
+    They are learned grouped by length, or else, as packed rows are, in random order and all of one width.
     """
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))[:6])
     lengths = np.random.default_rng(0).integers(shortest, seq_len + 1, size=num_rows)
@@ -50,7 +43,7 @@ def write_rows(
     rows = np.stack([starts, lengths], axis=1).astype(np.int64)
     cache_dir.mkdir(parents=True)
     np.frombuffer(text, np.uint8).astype("<u2")[: int(lengths.sum())].tofile(cache_dir / "tokens.bin")
-    np.save(cache_dir / "eval_rows.npy", rows[:num_eval_rows])
+    np.save(cache_dir / "eval_rows.npy", rows[:NUM_EVAL_ROWS])
     np.save(cache_dir / "train_rows.npy", rows[NUM_EVAL_ROWS:])
     layout = {
         "format": 1, "dtype": "uint16", "num_tokens": int(lengths.sum()), "seq_len": seq_len, "pad_id": 0,
