@@ -106,9 +106,6 @@ JOB = {
     "a missing program": Case(
         ("log.notify", "no-such-program"), {}, {"log": {"notify": "no-such-program --me"}}, TRAIN
     ),
-    "fits nowhere": Case(
-        ("GiB",), {}, {"model": {"config": "llama-3.1-70b"}}, ("plan job.yaml --hardware 1xT4",), code=3
-    ),
 }  # fmt: skip
 FILES: dict[str, str | bytes] = {"used/plan.json": "{}", "h.json": "{", "p.json": '{"format": 99}'}
 TYPED = {  # commands, and facts of their refusal
