@@ -16,7 +16,7 @@ from shardwise.launch.commands.plan import machines, plan_command
 from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data
 from shardwise.launch.terminal import Console, show_lines, text_width, write_page
-from shardwise.trainer.planning.candidates import run_totals
+from shardwise.trainer.planning.candidates import run_seconds, run_totals
 from shardwise.trainer.planning.explain.first_screen import Line, Tone, about
 from shardwise.trainer.planning.page.content import Page, Quote, Section, Sentence, Table, paragraph, table
 from shardwise.trainer.planning.planner import Extent, context_of
@@ -52,7 +52,7 @@ class WayOut(Value, frozen=True, kw_only=True):
     command: str
     method: str
     seconds: float | None  # None: the speed of the device is not known
-    occupied_bytes: int  # of a card, or of a rank's RAM
+    need_bytes: int  # of a card, or of a rank's RAM
 
 
 def show_ways_out(error: NothingFitsError, options: PlanOptions, inputs: PlanInputs, console: Console) -> None:
@@ -120,14 +120,14 @@ def _way_rows(ways: Sequence[WayOut]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("ways out", "time", "memory", "method")]
     for way in ways:
         time = "-" if way.seconds is None else about(way.seconds)
-        rows.append((way.name, time, format_bytes(way.occupied_bytes), way.method))
+        rows.append((way.name, time, format_bytes(way.need_bytes), way.method))
     return rows
 
 
 def ways_out(
     options: PlanOptions, inputs: PlanInputs, tried: Sequence[Attempt]
 ) -> Iterator[tuple[WayOut, PlanOptions]]:
-    """Of each kind of change the smallest that fits; changes together only where no setting alone suffices."""
+    """The smallest change of each kind that fits; combined changes only where no single setting fits."""
     options = replace(options, take=1)
     found = False
     for changes in _settings(options, inputs, tried):
@@ -169,8 +169,8 @@ def _way(name: str, options: PlanOptions, plan: Plan) -> WayOut:
         name=name,
         command=plan_command(options),
         method=str(chosen.method),
-        seconds=run_totals(context, chosen).hours * 3600 if context.device.has_known_speed else None,
-        occupied_bytes=chosen.memory.occupied_bytes,
+        seconds=run_seconds(context, chosen),
+        need_bytes=chosen.memory.need_bytes,
     )
 
 

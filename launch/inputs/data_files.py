@@ -71,6 +71,7 @@ CONTENT_PER_BYTE = {".gz": 3.6, ".zst": 3.3, ".bz2": 4.5, ".xz": 4.6, ".parquet"
 _BEGINNING = 4096  # bytes
 _LEGIBLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # the suffixes of rows whose beginning is text
 _LONGEST_ROW = 2**20  # bytes; a longer one is not parsed
+_LARGEST_ARRAY = 2**26  # bytes; of a longer one, which may come of a small compressed file, rows are not counted
 _MODULES: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # milliseconds each, so imported on use
 
 
@@ -332,10 +333,13 @@ def row_sizes(listed: PrepareRequest) -> RowSizes | None:
 
 
 def _row_sizes(stream: IO[bytes], suffix: str) -> list[int]:
-    content = stream.read()
-    if suffix == ".json" and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
-        return [len(row) for row in msgspec.json.decode(content.removeprefix(BOM_UTF8), type=list[msgspec.Raw])]
-    return [len(line) for line in content.splitlines() if line.strip()]
+    """Bytes of each row: a line, or an element of a `.json` array; ValueError for an array that is too large."""
+    start = stream.read(_BEGINNING) if suffix == ".json" else b""
+    if not start.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        stream.seek(0)
+        return [len(line) for line in stream if line.strip()]
+    content = start + stream.read(_LARGEST_ARRAY)
+    return [len(row) for row in msgspec.json.decode(content.removeprefix(BOM_UTF8), type=list[msgspec.Raw])]
 
 
 def shape_of_first_row(listed: PrepareRequest) -> DataFormat | None:

@@ -189,7 +189,7 @@ def _parts_of_time(report: Report) -> Iterator[tuple[str, float]]:
 
 
 def comparison_notes(report: Report) -> Iterator[str]:
-    """What a reader of the differences must know: other programs on the cores, rows of other lengths."""
+    """Reasons that limit the comparison: other programs used the cores, or the rows had other lengths."""
     if (busy := busy_cores(report)) is not None:
         yield busy
     if report.predicts_longest_row:
@@ -237,7 +237,7 @@ def format_size(value: float) -> str:
 
 
 def difference(predicted: float | None, measured: float | None) -> str:
-    """What was measured relative to the prediction, `-3.2%` if it is less; empty if one is missing."""
+    """The measured difference relative to the prediction, such as `-3.2%`; empty if a figure is missing."""
     off = relative_difference(predicted, measured)
     return "" if off is None else f"{off:+.1%}"
 

@@ -69,7 +69,7 @@ def recommendations(plan: Plan, report: Report, observed: Observed) -> tuple[Rec
 
 
 def _first(report: Report) -> Iterator[Recommendation]:
-    """What matters more than any speed: a model that has learned nothing, and measurements that mean nothing."""
+    """Advice that comes before speed: the model has learned nothing, or other programs distorted the measurements."""
     last = report.evaluations[-1] if report.evaluations else None
     if last is not None and last.unigram_entropy_nats is not None and last.loss > last.unigram_entropy_nats:
         text = (

@@ -85,7 +85,7 @@ def _offered(mode: Mode, shape: ModelShape) -> Mode:
 
 
 class _Obstacles(Value, frozen=True, kw_only=True):
-    """What keeps a model from our loss heads and from packed rows: fields of its shape."""
+    """Fields of a model's shape: the reasons for which our loss heads or packed rows cannot be used."""
 
     loss_obstacle: str | None
     loss_heads: tuple[LossHead, ...]

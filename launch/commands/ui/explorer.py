@@ -30,7 +30,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.first_screen import about, alternatives, how, memory_text, time_range
 from shardwise.trainer.planning.explain.plan_page import plan_page
-from shardwise.trainer.planning.page.html import SCROLLING
+from shardwise.trainer.planning.page.html import scrolling
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, time_error
 from shardwise.trainer.planning.tables.gpu_names import match_card
@@ -94,10 +94,10 @@ def read_form(query: Query) -> Form:
         raise InputError(f"model {model}: is not in the table" + (f"; did you mean {near}?" if near else ""))
     if method not in METHODS:
         raise InputError(f"method {method}: is none of {', '.join(METHODS)}")
-    if card != HERE and card not in GPU_SPECS:
-        card = match_card(card, count=_whole("gpus", given["gpus"]) if "gpus" in given else 1).spec.name
-    allow = tuple(each for each in query.get("allow", ()) if each in list(Allowance))
     numbers = {name: _whole(name, given[name]) for name in ("seq_len", "gpus", "nodes", "take") if name in given}
+    if card != HERE and card not in GPU_SPECS:
+        card = match_card(card, count=numbers.get("gpus", 1)).spec.name
+    allow = tuple(each for each in query.get("allow", ()) if each in list(Allowance))
     tokens = given.get("tokens", "").strip()
     if tokens:
         _whole("tokens", tokens)
@@ -170,7 +170,7 @@ def _no_plan(error: NothingFitsError, options: PlanOptions, form: Form) -> dict[
     tried, _ = no_plan_page(error, [way for way, _ in found], name=form.model).sections
     rows = "".join(_way_row(way, form_of(form, changed)) for way, changed in found)
     header = "<tr><th>way</th><th class=right>time</th><th class=right>memory</th><th>command</th></tr>"
-    table = f"{SCROLLING}<table>{header}{rows}</table></div>" if rows else "<p>No single change fits.</p>"
+    table = f"{scrolling('ways out')}<table>{header}{rows}</table></div>" if rows else "<p>No single change fits.</p>"
     return {
         "verdict": verdict,
         "memory": section_html(replace(tried, blocks=tried.blocks[-1:]), "card"),
@@ -181,7 +181,7 @@ def _no_plan(error: NothingFitsError, options: PlanOptions, form: Form) -> dict[
 def _way_row(way: WayOut, form: Form | None) -> str:
     name = escape(way.name) if form is None else f'<a href="{_address(form)}">{escape(way.name)}</a>'
     time = "-" if way.seconds is None else about(way.seconds)
-    size = format_bytes(way.occupied_bytes)
+    size = format_bytes(way.need_bytes)
     return (
         f"<tr><td>{name}</td><td class=right>{time}</td><td class=right>{size}</td>"
         f"<td><code>{escape(way.command)}</code></td></tr>"
@@ -278,7 +278,7 @@ def _ways(plan: Plan, context: PlanningContext, form: Form) -> str:
     if form.take > 1:
         address = _address(form._replace(take=1))
         back = f'<p>This is candidate {form.take}. <a href="{address}">Back to the first</a></p>'
-    table = f"{SCROLLING}<table>{header}{''.join(rows)}</table></div>"
+    table = f"{scrolling('other ways')}<table>{header}{''.join(rows)}</table></div>"
     return f'<section class="card"><h2>Other ways</h2>{back}{table}</section>'
 
 

@@ -19,7 +19,7 @@ from shardwise.launch.rundir.state import RunState
 from shardwise.launch.show.run_page import comparison_page, run_page, run_text
 from shardwise.launch.show.view import LiveView, MemoryGauge
 from shardwise.trainer.planning.page.content import Block, LineChart, Points, Section, Series, Unit
-from shardwise.trainer.planning.page.html import SCROLLING, axes_of, block_html, line_chart_html, line_path
+from shardwise.trainer.planning.page.html import axes_of, block_html, line_chart_html, line_path, scrolling
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import printable
@@ -112,8 +112,7 @@ def runs_content(runs: Runs, _query: Query) -> Content:
     rows = "".join(map(_row, found))
     header = "".join(_title(name, number) for number, name in enumerate(_COLUMNS))
     table = f'<table class="runs"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
-    scrolling = SCROLLING.replace('class="scroll"', 'class="scroll card"')
-    parts = {"table": f'{scrolling}{table}</div><p class="sub">{shown}</p>'}
+    parts = {"table": f'{scrolling("runs", "card")}{table}</div><p class="sub">{shown}</p>'}
     return Content("runs", head, parts, "/", "/api/", LIST_S)
 
 

@@ -74,7 +74,7 @@ def test_a_model_and_data_on_disk_are_read(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 3)
     model, data = look_at_model(str(tmp_path)), look_at_data(str(tmp_path / "chats.jsonl"))
     assert model == ModelFacts(True, 128, 320, has_chat_template=False)
-    assert (data.shape, data.num_rows, data.longest_bytes) == (DataFormat.CHAT, 3, 49)
+    assert (data.shape, data.num_rows, data.longest_bytes) == (DataFormat.CHAT, 3, 50)
     (tmp_path / "vocab.txt").touch()
     for text in ("{}", '{"chat_template": "{{ messages }}"}'):
         (tmp_path / "tokenizer_config.json").write_text(text)

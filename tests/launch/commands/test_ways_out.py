@@ -83,7 +83,7 @@ def test_lines_have_eighty_columns_but_for_the_commands() -> None:
     tried = [Attempt("full", strategy, "pinned host RAM", 1500 * GIB, 28 * GIB)]
     error = NothingFitsError(f"nothing fits: full training of 70.6B parameters ({strategy}) needs 1.5 TiB", tried)
     name, command = "opt-ins, rows of 16,384 tokens, 131,072 a step", "shardwise plan " + 90 * "m"
-    way = WayOut(name=name, command=command, method="galore", seconds=1e6, occupied_bytes=100 * GIB)
+    way = WayOut(name=name, command=command, method="galore", seconds=1e6, need_bytes=100 * GIB)
     lines = screen(error, [way], name="llama-3.1-70b", width=80)
     assert max(len(line.text) for line in lines if command not in line.text) <= 80
     assert any(line.text.strip() == command for line in lines), "a command is on a line of its own"

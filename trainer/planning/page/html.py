@@ -88,9 +88,14 @@ def _chart(block: StackedBar | Bars | PairedBars | Spans | LineChart) -> Iterato
         yield from line_chart_html(block)
 
 
+def scrolling(label: str, *more: str) -> str:
+    """The beginning of a box that the arrow keys move, once it has the focus, if it is wider than the window."""
+    return f'<div class="{" ".join(("scroll", *more))}" tabindex="0" role="group" aria-label="{escape(label)}">'
+
+
 def _table(table: Table) -> Iterator[str]:
     header, *rows = table.starred
-    yield f"{SCROLLING}<table>"
+    yield f"{scrolling('table')}<table>"
     titles = (cell("th" if text else "td", text, is_right=number in table.right) for number, text in enumerate(header))
     yield f"<tr>{''.join(titles)}</tr>"
     for number, row in enumerate(rows, start=1):
@@ -102,8 +107,6 @@ def _table(table: Table) -> Iterator[str]:
     yield "</table></div>"
 
 
-# What is wider than the window is moved with the arrow keys once it has the focus.
-SCROLLING = '<div class="scroll" tabindex="0" role="group" aria-label="table">'
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 180
 MOST_POINTS = 400  # of a line: more are not visible, and would make a page of a long run large
 _MOST_TICKS = 5
@@ -214,7 +217,7 @@ def stacked_bar_html(bar: StackedBar) -> Iterator[str]:
         )
         left += width
     yield "</svg>"
-    yield f"{SCROLLING}<table>"
+    yield f"{scrolling('table')}<table>"
     for number, (name, size) in enumerate(bar.parts.items()):
         key = f'<td><span class="key c{number % NUM_COLOURS}"></span></td>'
         yield f"<tr>{key}{cell('td', name)}{cell('td', format_bytes(size), is_right=True)}</tr>"

@@ -42,7 +42,7 @@ class AdapterCheck:
         self._is_due = session.plan.chosen.method.freezes_base and not session.plan.is_trial
 
     def after_step(self) -> tuple[str, ...]:
-        """What has learned nothing, which it adds to the report; collective at the step at which it is due."""
+        """Experts and adapters that learned nothing, also added to the report; a collective call when it is due."""
         session, step = self._session, self._session.state.step
         if not self._is_due or step < min(CHECKED_STEPS, session.plan.schedule.num_steps):
             return ()
