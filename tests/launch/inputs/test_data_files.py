@@ -1,5 +1,6 @@
 """Which files a source is, on real folders, and the standard library of whatever Python runs the tests."""
 
+import gzip
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from prepare_request_factory import listed_request, request_for
 
+from shardwise.launch.inputs import data_files
 from shardwise.launch.inputs.data_files import (
     STDLIB_EXCLUDED,
     RowSizes,
@@ -188,6 +190,18 @@ def test_the_first_row_of_a_json_file_tells_the_shape_and_its_rows_are_counted(r
         assert refuse_first_row(listed) is shape
     if as_array and indent is None:
         assert row_sizes(listed) == RowSizes(2, len(json.dumps(other)))
+
+
+@pytest.mark.parametrize("content", ['[{"text": "a"}, {"text": NaN}', '[{"text": "a"', "[1, 2"])
+def test_rows_of_a_damaged_array_are_not_counted(content, tmp_path):
+    (tmp_path / "rows.json").write_text(content)
+    assert row_sizes(listed_request(tmp_path / "rows.json", cache_root=tmp_path)) is None
+
+
+def test_rows_of_an_array_above_the_limit_are_not_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_files, "_LARGEST_ARRAY", 100)
+    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps([{"text": "a" * 10**5}] * 9).encode()))
+    assert row_sizes(listed_request(tmp_path / "rows.json.gz", cache_root=tmp_path)) is None
 
 
 def test_a_header_tells_the_shape(tmp_path: Path) -> None:
