@@ -259,8 +259,8 @@ def _contexts(inputs: PlanInputs) -> dict[Method, PlanningContext]:
     )
 
 
-def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
-    """The inputs for each requested machine, by its name on the command line."""
+def machines(options: PlanOptions, *, traced: ModelShape | None = None) -> list[tuple[str, PlanInputs]]:
+    """The inputs for each requested machine, by its name on the command line; `traced` as of `read_inputs`."""
     specs: Sequence[str | None] = options.specs or [None]
     nodes = NodeOptions(options.partition, options.nodes, options.constraint)
     if any(nodes) and len(specs) > 1:
@@ -277,6 +277,7 @@ def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
             nodes=nodes,
             only_plans=options.trial is None,
             assumes_data=not is_job and not any(re.match(_DATA, override) for override in overrides),
+            traced=traced,
         )
         if not is_job:
             inputs = inputs._replace(resolved=replace(inputs.resolved, name=run_name(options.job)))

@@ -2,12 +2,14 @@
 
 A way out is the command line with one change, or with few where no single one suffices. Each is planned before it is
 shown, so that every line that is printed gives a plan; ways that do not fit are left out. Ways are searched only where
-nothing fits: some ten plans of a few hundredths of a second each.
+nothing fits: some ten plans of a few hundredths of a second each. Blocks that were traced are not traced again for
+other rows or another card: amounts of a trace are known at any number of tokens.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -129,38 +131,85 @@ def ways_out(
 ) -> Iterator[tuple[WayOut, PlanOptions]]:
     """The smallest change of each kind that fits; combined changes only where no single setting fits."""
     options = replace(options, take=1)
-    found = False
-    for changes in _settings(options, inputs, tried):
-        for way in _fitting(changes):
-            found = True
-            yield way
-            break
-    for method in Method:
-        yield from _fitting([(f"another method: {method}", _setting(options, "method", str(method)))])
-    if not found:
-        yield from _together(options, inputs)
+    inputs = _with_all_methods(options, inputs)
+    if _may_fit(_loosest(options, inputs), inputs):
+        yield from _ways_of_settings(options, inputs, tried)
+    if inputs.resolved.job.train.method is not None:
+        for method in Method:
+            change = (f"another method: {method}", _setting(options, "method", str(method)))
+            yield from _fitting([change], inputs)
     if any(each.resource == "cost" for each in tried):
         return  # the price is the job's, whatever the machine
     for changes in _machines(options, inputs):
-        for way in _fitting(changes):
+        yield from islice(_fitting(changes, inputs), 1)
+
+
+def _with_all_methods(options: PlanOptions, inputs: PlanInputs) -> PlanInputs:
+    """The inputs, their model's blocks traced under every method."""
+    if inputs.shape.traced is None or inputs.resolved.job.train.method is None:
+        return inputs
+    ((_, of_all),) = machines(_with(_setting(options, "method", None), "train.method=null"))
+    return inputs._replace(shape=of_all.shape)
+
+
+def _loosest(options: PlanOptions, inputs: PlanInputs) -> PlanOptions:
+    """All changes of the job at once: where this does not fit, none of them does."""
+    loosened = replace(_setting(_allowing(options, OPT_INS), "seq_len", SHORTEST_ROW), vram_cap_bytes=None)
+    limits = ["limits.hours=null", "limits.cost=null", "limits.vram=null"]
+    pins = [f"pin.{field}=null" for field in Pin.__struct_fields__ if getattr(inputs.resolved.job.pin, field) is not None]
+    nvme = [each.format(_ANY_NVME_GIB) for each in _NVME]
+    tokens = SHORTEST_ROW * inputs.hardware.num_devices
+    loosened = _allowing(loosened, [Allowance.OFFLOAD_NVME])
+    return _with(loosened, *limits, *pins, *nvme, f"train.tokens_per_step={tokens}")
+
+
+def _ways_of_settings(
+    options: PlanOptions, inputs: PlanInputs, tried: Sequence[Attempt]
+) -> Iterator[tuple[WayOut, PlanOptions]]:
+    found = False
+    for changes in _settings(options, inputs, tried):
+        for way in islice(_fitting(changes, inputs), 1):
+            found = True
             yield way
-            break
+    if not found:
+        yield from _together(options, inputs)
 
 
-def _fitting(changes: Iterable[Change]) -> Iterator[tuple[WayOut, PlanOptions]]:
+def _fitting(changes: Iterable[Change], inputs: PlanInputs) -> Iterator[tuple[WayOut, PlanOptions]]:
     for name, changed in changes:
-        plan = _plan(changed)
+        plan = _plan(changed, inputs)
         if plan is not None:
             yield _way(name, changed, plan), changed
 
 
-def _plan(options: PlanOptions) -> Plan | None:
-    """The choice for these options, or None if nothing fits or the program refuses them."""
+def _plan(options: PlanOptions, inputs: PlanInputs) -> Plan | None:
+    """The choice for options that change those of `inputs`; None if nothing fits or the program refuses them."""
     try:
-        ((_, inputs),) = machines(options)
-        return plan_inputs(inputs, profile_data(inputs), extent=Extent.CHOICE)
+        return _choice(options, inputs)
     except (NothingFitsError, InputError):
         return None
+
+
+def _may_fit(options: PlanOptions, inputs: PlanInputs) -> bool:
+    try:
+        _choice(options, inputs)
+    except NothingFitsError:
+        return False
+    except InputError:
+        return True  # together they are refused; each alone may not be
+    return True
+
+
+def _choice(options: PlanOptions, inputs: PlanInputs) -> Plan:
+    ((_, changed),) = machines(options, traced=inputs.shape)
+    return plan_inputs(changed, profile_data(changed), extent=Extent.CHOICE)
+
+
+def _from_the_least(ladder: Sequence[Change], inputs: PlanInputs) -> Iterator[Change]:
+    """The first change that fits of a ladder whose every step fits where an earlier one does."""
+    if ladder and _plan(ladder[-1][1], inputs) is not None:
+        first = bisect_left(ladder, True, hi=len(ladder) - 1, key=lambda each: _plan(each[1], inputs) is not None)
+        yield ladder[first]
 
 
 def _way(name: str, options: PlanOptions, plan: Plan) -> WayOut:
@@ -178,7 +227,7 @@ def _settings(options: PlanOptions, inputs: PlanInputs, tried: Sequence[Attempt]
     """Changes of the job, of each kind those that change least first."""
     job = inputs.resolved.job
     exceeded = {each.resource for each in tried}
-    yield from (_longer(options, resource) for resource in ("time", "cost") if resource in exceeded)
+    yield from (_longer(options, inputs, resource) for resource in ("time", "cost") if resource in exceeded)
     if options.vram_cap_bytes is not None or job.limits.vram is not None:
         uncapped = replace(options, vram_cap_bytes=None)
         yield [("the whole card", _with(uncapped, "limits.vram=null"))]
@@ -189,13 +238,13 @@ def _settings(options: PlanOptions, inputs: PlanInputs, tried: Sequence[Attempt]
     yield ((f"opt in to {each}", _allowing(options, [each])) for each in missing)
     yield _onto_nvme(options, inputs)
     yield _smaller_batch(options, inputs)
-    yield _shorter_rows(options, inputs)
+    yield _from_the_least(tuple(_shorter_rows(options, inputs)), inputs)
 
 
-def _longer(options: PlanOptions, resource: str) -> Iterator[Change]:
+def _longer(options: PlanOptions, inputs: PlanInputs, resource: str) -> Iterator[Change]:
     """The limit on time or cost that the fastest plan without it needs."""
     field = "hours" if resource == "time" else resource
-    plan = _plan(_with(options, f"limits.{field}=null"))
+    plan = _plan(_with(options, f"limits.{field}=null"), inputs)
     if plan is not None:
         totals = run_totals(context_of(plan), plan.chosen)
         most = math.ceil((totals.hours if resource == "time" else totals.cost) or 0)
@@ -227,7 +276,7 @@ def _onto_nvme(options: PlanOptions, inputs: PlanInputs) -> Iterator[Change]:
     more = [each for each in OPT_INS if each not in (*job.allow, Allowance.OFFLOAD_CPU)]
     for added in accumulate(([each] for each in more), initial=list[Allowance]()):
         allowed = _allowing(options, [*base, *added])
-        plan = _plan(_with(allowed, *(each.format(_ANY_NVME_GIB) for each in _NVME)))
+        plan = _plan(_with(allowed, *(each.format(_ANY_NVME_GIB) for each in _NVME)), inputs)
         if plan is not None and plan.chosen.memory.nvme_bytes:
             size = math.ceil(plan.chosen.memory.nvme_bytes / GIB)
             name = f"NVMe{' and opt-ins' if added else ''}: {size} GiB of a disk"
@@ -257,14 +306,14 @@ def _together(options: PlanOptions, inputs: PlanInputs) -> Iterator[tuple[WayOut
         tokens = (shorter.seq_len or 0) * inputs.hardware.num_devices
         bases.append((f", {name}, {tokens:,} a step", _with(shorter, f"train.tokens_per_step={tokens}")))
     for name, base in bases:
-        if missing and _plan(_allowing(base, missing)) is None:
+        if missing and _plan(_allowing(base, missing), inputs) is None:
             continue
         needed = missing
         for each in reversed(missing):
             fewer = [other for other in needed if other is not each]
-            if fewer and _plan(_allowing(base, fewer)) is not None:
+            if fewer and _plan(_allowing(base, fewer), inputs) is not None:
                 needed = fewer
-        yield from _fitting([(f"opt-ins{name}", _allowing(base, needed))] if needed else [])
+        yield from _fitting([(f"opt-ins{name}", _allowing(base, needed))] if needed else [], inputs)
         return
 
 
@@ -283,7 +332,7 @@ def _machines(options: PlanOptions, inputs: PlanInputs) -> Iterator[Iterable[Cha
         return
     stated = "".join(f",{each}" for each in ",".join(options.specs).split(",")[1:])
     uncapped = base if inputs.resolved.job.limits.host_ram is None else _with(base, "limits.host_ram=null")
-    yield _more_ram(uncapped, stated, card, hardware.num_nodes, per_node)
+    yield _from_the_least(tuple(_more_ram(uncapped, stated, card, hardware.num_nodes, per_node)), inputs)
     yield _larger_cards(base, hardware.gpus[0].memory_bytes)
     several = [(1, count) for count in _doublings(per_node, MOST_GPUS_OF_A_NODE)]
     several += [(nodes, max(per_node, MOST_GPUS_OF_A_NODE)) for nodes in _doublings(1, MOST_NODES)]

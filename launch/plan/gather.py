@@ -102,6 +102,7 @@ def read_inputs(
     nodes: NodeOptions | None = None,
     only_plans: bool = False,
     assumes_data: bool = False,
+    traced: ModelShape | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> PlanInputs:
     """Reads the job, the model's config and the machine; every problem of the input shows here, before any work.
@@ -112,7 +113,8 @@ def read_inputs(
     nodes, or if this is a login node and the job names a partition.
 
     A model without a closed form is traced, or, without `needs_costs`, described. So is every model that brings
-    code: from its own if the job trusts it, else from what transformers has for its type.
+    code: from its own if the job trusts it, else from what transformers has for its type. `traced` is this model's
+    shape for other rows or another card; its blocks are not traced again.
     """
     resolved, model, hub_home = read_model(
         job_path, overrides, only_plans=only_plans, assumes_data=assumes_data, environment=environment
@@ -130,7 +132,7 @@ def read_inputs(
     else:
         hardware = replace(machines, vram_cap_bytes=cap)
     likely = replace(job, data=replace(job.data, packing=_likely_packing(job, model, cache)))
-    shape = _read_shape(likely, model, code, hardware=hardware, cache=cache, needs_costs=needs_costs)
+    shape = _read_shape(likely, model, code, hardware=hardware, cache=cache, needs_costs=needs_costs, near=traced)
     request = make_request(
         job,
         shape=shape,
@@ -139,10 +141,10 @@ def read_inputs(
         hub_home=hub_home,
         only_plans=only_plans,
     )
-    traced = shape.traced
-    is_other = likely.data.packing is False if request.packing is not False else traced and traced.separates_documents
-    if traced is not None and is_other:
-        shape = _read_shape(_as_prepared(job, request), model, code, hardware=hardware, cache=cache)
+    blocks = shape.traced
+    is_other = likely.data.packing is False if request.packing is not False else blocks and blocks.separates_documents
+    if blocks is not None and is_other:
+        shape = _read_shape(_as_prepared(job, request), model, code, hardware=hardware, cache=cache, near=traced)
     refuse_untrainable(shape, model.config_origin)
     shape = _with_format(shape, model)
     check_model(job, model, shape, code, cache=cache)
@@ -205,7 +207,14 @@ def _read_nodes(
 
 
 def _read_shape(
-    job: Job, model: ModelFiles, code: ModelCode | None, *, hardware: Hardware, cache: Path, needs_costs: bool = True
+    job: Job,
+    model: ModelFiles,
+    code: ModelCode | None,
+    *,
+    hardware: Hardware,
+    cache: Path,
+    needs_costs: bool = True,
+    near: ModelShape | None = None,
 ) -> ModelShape:
     has_form = code is None and model.config.get("model_type") in admitted_types()
     if has_form or installed_version("torch") is None:
@@ -223,8 +232,8 @@ def _read_shape(
         request = replace(request, quant=model.weights.quant)
     if code is None and model.config.get("model_type") in supported_model_types():
         shape = read_model_shape(model.config, origin=model.config_origin)
-        return replace(shape, traced=traced_shape(request, cache=cache).traced) if needs_costs else shape
-    return traced_shape(request, cache=cache)
+        return replace(shape, traced=traced_shape(request, cache=cache, near=near).traced) if needs_costs else shape
+    return traced_shape(request, cache=cache, near=near)
 
 
 def _with_format(shape: ModelShape, model: ModelFiles) -> ModelShape:

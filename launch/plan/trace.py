@@ -33,11 +33,16 @@ _CODE = ("trainer/simulation", "trainer/runtime/attention", "trainer/runtime/mem
          "trainer/runtime/data/documents.py", "trainer/runtime/loss.py", "trainer/spec/model")  # fmt: skip
 
 
-def traced_shape(request: TraceRequest, *, cache: Path) -> ModelShape:
+def traced_shape(request: TraceRequest, *, cache: Path, near: ModelShape | None = None) -> ModelShape:
     """The shape of a model with the traces of its blocks, from the cache if it is there; the cache keeps a new one.
 
+    `near` is the same model's for other rows or another card: with all modes of the request it stands for a new trace.
     Raises the ShardwiseError that the worker ended with.
     """
+    if near is not None and near.traced is not None:
+        modes = tuple(run for run in near.traced.modes if run.mode in request.modes)
+        if {run.mode for run in modes} == set(request.modes):
+            return replace(near, traced=replace(near.traced, modes=modes))
     path = cache / FOLDER / f"{_key(request)}.json"
     try:
         return codec.decode(path.read_bytes(), ModelShape, origin=str(path))
