@@ -17,10 +17,12 @@ GLOO = "gloo"
 def choose_deepspeed_cpu() -> None:
     """Makes DeepSpeed use the CPU, and gloo rather than its shared-memory operator (W3).
 
-    Without the variable it looks for other accelerators first. The operator is compiled for minutes at first use,
-    serves small tensors only, and changes no result.
+    Without the first variable it looks for other accelerators; without the second, which its own launcher sets, ZeRO-3
+    starts numactl with every gradient that it reduces. The operator is compiled for minutes at first use, serves small
+    tensors only, and changes no result.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -357,6 +358,7 @@ def _open_heartbeat(path: Path) -> int:
     return descriptor
 
 
+@cache
 def installed_versions() -> dict[str, str]:
     """Versions of the packages that decide what a run does; one that is not installed is omitted."""
     versions = {}
