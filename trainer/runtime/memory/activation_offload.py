@@ -62,6 +62,7 @@ class ActivationOffload:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
         self._shelves: dict[int, _Shelf] = {}
+        self._slots: dict[int, list[_Slot]] = {}  # of each block that has run
         self._transfers: Transfers | None = None
         self._recomputations: dict[int, Callable[..., Any]] = {}  # of blocks that are recomputed, by their number
 
@@ -123,8 +124,15 @@ class ActivationOffload:
         if self._transfers is None:
             device = next(_tensors(args)).device
             self._transfers = _CudaTransfers(device) if device.type == "cuda" else _PlainTransfers()
+        if index not in self._slots:
+            self._slots[index] = [
+                (module, name)
+                for module in self._blocks[index].modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
         shelf = _Shelf(
-            self._blocks[index],
+            self._slots[index],
             self._transfers,
             stays=index == len(self._blocks) - 1,
             shared={_memory_of(tensor) for tensor in _tensors(kwargs)},
@@ -139,6 +147,9 @@ class ActivationOffload:
     def _fetch(self, index: int) -> None:
         if index in self._shelves:
             self._shelves[index].fetch()
+
+
+_Slot = tuple[nn.Module, str]  # where a parameter stands: FSDP2 puts another one there for a forward
 
 
 class _ParameterView(NamedTuple):
@@ -167,14 +178,14 @@ class _Shelf:
 
     def __init__(
         self,
-        block: nn.Module,
+        slots: "Sequence[_Slot]",
         transfers: "Transfers",
         *,
         stays: bool,
         shared: set[int],
         prefetch: Callable[[], None],
     ) -> None:
-        self._block = block
+        self._slots = slots
         self._transfers = transfers
         self._stays = stays
         self._shared = shared
@@ -232,9 +243,10 @@ class _Shelf:
 
     def _parameter_in(self, memory: int) -> nn.Parameter | None:
         """The parameter of the block that owns this memory; under ZeRO-3 the memory changes with every forward."""
-        for parameter in self._block.parameters():
+        for module, name in self._slots:
+            parameter = module._parameters[name]
             # A shard is in no forward: FSDP2 has put the gathered parameter in its place.
-            if not hasattr(parameter, "to_local") and _memory_of(parameter) == memory:
+            if parameter is not None and not hasattr(parameter, "to_local") and _memory_of(parameter) == memory:
                 return parameter
         return None
 
