@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlencode
 
@@ -15,10 +16,21 @@ import msgspec
 from msgspec.structs import replace
 
 from shardwise.launch.commands.ui.runs import MOST_RUNS, Runs, Summary, WholeRun
+from shardwise.launch.rundir.files import last_lines, tail_lines
+from shardwise.launch.rundir.paths import CONSOLE_LOG
 from shardwise.launch.rundir.state import RunState
-from shardwise.launch.show.run_page import comparison_page, run_page, run_text
+from shardwise.launch.show.recorded_run import RecordedRun
+from shardwise.launch.show.run_page import (
+    STEP_LABEL,
+    XAxis,
+    comparison_page,
+    on_axis,
+    run_page,
+    run_text,
+    settings_table,
+)
 from shardwise.launch.show.view import LiveView, MemoryGauge
-from shardwise.trainer.planning.page.content import Block, LineChart, Points, Section, Series, Unit
+from shardwise.trainer.planning.page.content import Block, LineChart, Points, Quote, Section, Sentence, Series, Unit
 from shardwise.trainer.planning.page.html import axes_of, block_html, line_chart_html, line_path, scrolling
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Plan
@@ -28,8 +40,11 @@ from shardwise.trainer.spec.units import format_bytes, format_count, format_seco
 LIVE_S, IDLE_S, LIST_S = 1.5, 6.0, 3.0  # between two looks of a page
 MOST_COMPARED = 12
 SMOOTHINGS = ("0", "0.6", "0.9", "0.97", "0.99")
+SCALES = ("linear", "log")
 _FOLDED = ("plan", "runners-up", "rejected", "notes", "verified", "hardware", "versions")
-_CHARTS = ("loss", "throughput", "memory", "step")
+_CHARTS = ("loss", "throughput", "gradients", "lr", "memory", "step", "device")
+_LOG_CHARTS = ("loss", "gradients", "lr")
+_NUM_LOG_LINES, _MOST_SETTINGS_BYTES = 200, 1 << 16
 _TONES = {
     RunState.RUNNING: "live",
     RunState.FINISHED: "good",
@@ -217,31 +232,64 @@ def _spark(points: Points) -> str:
 def run_content(runs: Runs, query: Query) -> Content:
     """One run, live or ended."""
     name = _only(query, "name")
-    smoothing = _smoothing(query)
+    smoothing = float(_choice(query, "smooth", SMOOTHINGS))
+    axis, scale = XAxis(_choice(query, "x", tuple(XAxis))), _choice(query, "scale", SCALES)
     whole = runs.whole(name)
     sections = {section.name: section for section in run_page(whole.run, smoothing=smoothing).sections}
     charts = {key: _over_steps(sections[key]) for key in _CHARTS if key in sections}
     others = [sections[key] for key in sections if key not in (*_FOLDED, *_CHARTS, "end", "incidents")]
     others += [rest for key in charts if (rest := _without_steps(sections[key])) is not None]
     folded = [section for key, section in sections.items() if key in _FOLDED]
+    for key, section in charts.items():
+        is_log = scale == "log" and key in _LOG_CHARTS
+        blocks = (_drawn(block, whole.run, axis, is_log=is_log) for block in section.blocks)
+        charts[key] = replace(section, blocks=tuple(blocks))
     parts = {
         "live": _tiles(whole),
         "incidents": section_html(sections["incidents"], "card") if "incidents" in sections else "",
         "charts": "".join(section_html(section, "card") for section in charts.values() if section.blocks),
         "figures": "".join(section_html(section, "card") for section in others),
-        "more": "".join(map(folded_html, folded)),
+        "more": _settings(whole.run) + _log(whole.run.run_dir) + "".join(map(folded_html, folded)),
     }
     plan = whole.run.plan
     what = "" if plan is None else f'<p class="sub">{escape(run_text(plan))}</p>'
-    choices = "".join(
-        f"<option{' selected' if float(each) == smoothing else ''}>{each}</option>" for each in SMOOTHINGS
+    selects = (
+        _select("smooth", "Smooth the loss by", SMOOTHINGS, query),
+        _select("x", "Over", tuple(XAxis), query),
+        _select("scale", "Scale", SCALES, query),
     )
     head = (
         f'<div class="heading"><div class="title"><h1>{escape(name)}</h1>{what}</div>'
         f'<form class="tools" data-live action="/run"><input type="hidden" name="name" value="{escape(name)}">'
-        f'<label>Smooth the loss by <select name="smooth">{choices}</select></label></form></div>'
+        f"{''.join(selects)}</form></div>"
     )
     return Content(_tab(whole.look.view, name), head, parts, "/run", "/api/run", LIVE_S if whole.is_live else IDLE_S)
+
+
+def _drawn(block: Block, run: RecordedRun, axis: XAxis, *, is_log: bool) -> Block:
+    return on_axis(replace(block, is_log=is_log), run, axis) if isinstance(block, LineChart) else block
+
+
+def _settings(run: RecordedRun) -> str:
+    """The settings of the job, those that are not the defaults first."""
+    if run.plan is None:
+        return ""
+    written = "\n".join(tail_lines(run.run_dir / "job.yaml", _MOST_SETTINGS_BYTES))
+    changed = Section(title="settings", name="settings", blocks=(Sentence(text=_CHANGED), settings_table(run.plan.job)))
+    every = (Quote(label="all settings, with where each is from: job.yaml", text=written),) if written else ()
+    return folded_html(replace(changed, blocks=(*changed.blocks, *every)))
+
+
+_CHANGED = "that differ from the defaults:"
+
+
+def _log(run_dir: Path) -> str:
+    """The last lines that the run printed."""
+    found = last_lines(run_dir / CONSOLE_LOG, _NUM_LOG_LINES)
+    if not found:
+        return ""
+    title = f"log, last {len(found)} lines"
+    return folded_html(Section(title=title, name="log", blocks=(Quote(label=CONSOLE_LOG, text="\n".join(found)),)))
 
 
 def _over_steps(section: Section) -> Section:
@@ -257,7 +305,7 @@ def _without_steps(section: Section) -> Section | None:
 
 
 def _has_step_axis(block: Block) -> bool:
-    return isinstance(block, LineChart) and block.x_unit is Unit.NUMBER
+    return isinstance(block, LineChart) and block.x_label == STEP_LABEL
 
 
 def _tab(view: LiveView, name: str) -> str:
@@ -330,13 +378,19 @@ def comparison_content(runs: Runs, query: Query) -> Content:
         reason = f"select 2 to {MOST_COMPARED} runs in the list, and then Compare selected"
         return problem("Nothing to compare" if len(names) < 2 else "Too many runs", reason)._replace(place="/compare")
     wholes = [runs.whole(name) for name in names]
-    page = comparison_page([whole.run for whole in wholes])
+    axis = XAxis(_choice(query, "x", tuple(XAxis)))
+    page = comparison_page([whole.run for whole in wholes], axis=axis)
     parts = {"figures": "", "charts": ""}
     for section in page.sections:
         parts["charts" if _has_chart(section) else "figures"] += section_html(section, "card")
     every_s = LIVE_S if any(whole.is_live for whole in wholes) else IDLE_S
     links = ", ".join(f'<a href="{escape(_address("/run", name=name))}">{escape(name)}</a>' for name in names)
-    head = f'<div class="title"><h1>{escape(page.title)}</h1><p class="sub">{links}</p></div>'
+    hidden = "".join(f'<input type="hidden" name="run" value="{escape(name)}">' for name in names)
+    head = (
+        f'<div class="heading"><div class="title"><h1>{escape(page.title)}</h1><p class="sub">{links}</p></div>'
+        f'<form class="tools" data-live action="/compare">{hidden}'
+        f"{_select('x', 'Over', tuple(XAxis), query)}</form></div>"
+    )
     return Content(page.title, head, parts, "/compare", "/api/compare", every_s)
 
 
@@ -372,7 +426,8 @@ def _plot(chart: LineChart) -> str:
         }
         for each in chart.series
     ]
-    figures = {"left": axes.left, "right": axes.right, "label": chart.x_label, "series": series}
+    suffix = " s" if chart.x_unit is Unit.SECONDS else ""
+    figures = {"left": axes.left, "right": axes.right, "label": chart.x_label, "suffix": suffix, "series": series}
     return (
         f'<figure class="plot" tabindex="0" data-id="{escape(chart.caption)}" '
         f'aria-label="{escape(chart.caption)}; arrow keys read its figures" '
@@ -380,9 +435,16 @@ def _plot(chart: LineChart) -> str:
     )
 
 
-def _smoothing(query: Query) -> float:
-    text = query.get("smooth", ["0"])[0]
-    return float(text) if text in SMOOTHINGS else 0.0
+def _choice(query: Query, name: str, choices: Sequence[str]) -> str:
+    """The choice of a query, the first one if it has none of them."""
+    text = query.get(name, [""])[0]
+    return text if text in choices else str(choices[0])
+
+
+def _select(name: str, label: str, choices: Sequence[str], query: Query) -> str:
+    chosen = _choice(query, name, choices)
+    options = "".join(f"<option{' selected' if each == chosen else ''}>{each}</option>" for each in choices)
+    return f'<label>{label} <select name="{name}">{options}</select></label>'
 
 
 def _only(query: Query, name: str) -> str:

@@ -145,7 +145,7 @@
       const close = 0.005 * (chart.right - chart.left);  // a series is read at its own points, a level everywhere
       const rows = chart.series.map((each, number) => [each.name, nearest(each.points, place.x), number, each.level])
         .filter(([, point, , level]) => point && point[1] !== null && (level || Math.abs(point[0] - place.x) <= close));
-      note.replaceChildren(...[["", [place.x, `${chart.label} ${place.text}`], -1], ...rows].map(([name, point, number]) => {
+      note.replaceChildren(...[["", [place.x, `${chart.label} ${place.text}${chart.suffix}`], -1], ...rows].map(([name, point, number]) => {
         const row = document.createElement("p");
         if (number >= 0) row.appendChild(Object.assign(document.createElement("span"), {className: `key c${number % 12}`}));
         row.append(" ", Object.assign(document.createElement("b"), {textContent: point[1]}), ` ${name}`);

@@ -293,3 +293,19 @@ def test_the_command_prints_its_address_serves_it_and_ends_with_ctrl_c(tmp_path:
         process.kill()
         process.communicate()
     assert PORT > 1024
+
+
+def test_the_page_of_a_run_has_its_log_its_settings_and_other_axes_and_scales(server: UiServer, folder: Path):
+    run = folder / "good"
+    (run / "console.log").write_text("".join(f"line {number} <b>\n" for number in range(300)) + f"{SECRET}\n")
+    (run / "job.yaml").write_text("train:\n  lr: 0.25  # command line\n")
+    page = ask(server, "/run?name=good&x=time&scale=log").text
+    assert "line 299 &lt;b&gt;" in page and "line 50 &lt;b&gt;" not in page and SECRET not in page
+    assert "log, last 200 lines" in page and "lr: 0.25  # command line" in page
+    assert "<option selected>time</option>" in page and "<option selected>log</option>" in page
+    assert ">time in steps</p>" in page and ">step</p>" not in page
+    assert ">step</p>" in ask(server, "/run?name=good&x=<script>&scale=../").text
+    for link in ("console.log", "job.yaml"):
+        (run / link).unlink()
+        (run / link).symlink_to("/etc/passwd")
+    assert "root:" not in ask(server, "/run?name=good").text
