@@ -55,6 +55,7 @@ from shardwise.trainer.planning.page.content import (
 from shardwise.trainer.planning.page.html import averaged, thinned
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec.hardware import Gpu
+from shardwise.trainer.spec.job.fields import job_tree
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import AttemptRecord, Ending, MemoryPoint
@@ -600,7 +601,9 @@ def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
     if not keys:
         return
     first = keys[:_MOST_SETTINGS]
-    rows = [(label, *(shown(job.get(key), _setting) for key in first)) for label, job in zip(labels, jobs, strict=True)]
+    rows = [
+        (label, *(shown(job.get(key), setting_text) for key in first)) for label, job in zip(labels, jobs, strict=True)
+    ]
     yield Table(rows=(("run", *first), *rows))
     if len(keys) > _MOST_SETTINGS:
         yield Sentence(text=f"and {', '.join(keys[_MOST_SETTINGS:])}")
@@ -621,18 +624,26 @@ def _predictions(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
         yield Table(rows=(header, *rows), right=tuple(range(1, 7)))
 
 
+def settings_of(job: Job) -> dict[str, Any]:
+    """Every setting of a job by its path in a job file."""
+    return dict(_flattened(job_tree(job), excluded=()))
+
+
 def settings_table(job: Job) -> Table:
     """The settings of a job that differ from the defaults."""
-    given, usual = (dict(_flattened(msgspec.to_builtins(each), excluded=())) for each in (job, Job()))
+    given, usual = settings_of(job), settings_of(Job())
     changed = [
-        (name, _setting(value), _setting(usual.get(name))) for name, value in given.items() if value != usual.get(name)
+        (name, setting_text(value), setting_text(usual.get(name)))
+        for name, value in given.items()
+        if value != usual.get(name)
     ]
     return Table(rows=(("setting", "value", "default"), *changed))
 
 
-def _setting(value: object) -> str:
+def setting_text(value: object) -> str:
+    """A value of a setting in a table."""
     if isinstance(value, list | tuple):
-        return ", ".join(map(_setting, value)) or "none"
+        return ", ".join(map(setting_text, value)) or "none"
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -27,6 +27,7 @@ from shardwise.launch.show.run_page import (
     on_axis,
     run_page,
     run_text,
+    setting_text,
     settings_table,
 )
 from shardwise.launch.show.view import LiveView, MemoryGauge
@@ -38,7 +39,8 @@ from shardwise.trainer.spec.secrets import printable
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 LIVE_S, IDLE_S, LIST_S = 1.5, 6.0, 3.0  # between two looks of a page
-MOST_COMPARED = 12
+MOST_COMPARED, MOST_COLUMNS = 12, 8
+_USUAL_SETTINGS = ("model.name", "train.method", "train.lr", "train.seq_len", "train.tokens_per_step", "train.seed")
 SMOOTHINGS = ("0", "0.6", "0.9", "0.97", "0.99")
 SCALES = ("linear", "log")
 _FOLDED = ("plan", "runners-up", "rejected", "notes", "verified", "hardware", "versions")
@@ -112,8 +114,8 @@ def lines(text: str) -> str:
     return "<br>".join(escape(line) for line in text.splitlines())
 
 
-def runs_content(runs: Runs, _query: Query) -> Content:
-    """The list of runs, the newest first."""
+def runs_content(runs: Runs, query: Query) -> Content:
+    """The list of runs, the newest first, with the settings of the query as columns."""
     found, total = runs.summaries()
     shown = f"the newest {MOST_RUNS} of {total} runs" if total > len(found) else f"{total} run{'s' * (total != 1)}"
     head = f'<div class="title"><h1>Runs</h1><p class="sub"><code>{escape(str(runs.folder))}</code></p></div>'
@@ -124,8 +126,12 @@ def runs_content(runs: Runs, _query: Query) -> Content:
         'autocomplete="off" placeholder="name, state, model"></label>'
         '<button id="compare-button">Compare selected</button></form>'
     )
-    rows = "".join(map(_row, found))
-    header = "".join(_title(name, number) for number, name in enumerate(_COLUMNS))
+    offered = _offered(found)
+    columns = [name for name in dict.fromkeys(query.get("column", ())) if name in offered][:MOST_COLUMNS]
+    if offered:
+        head += _picker(offered, columns)
+    rows = "".join(_row(run, columns) for run in found)
+    header = "".join(_title(name, number) for number, name in enumerate((*_COLUMNS, *columns)))
     table = f'<table class="runs"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
     parts = {"table": f'{scrolling("runs", "card")}{table}</div><p class="sub">{shown}</p>'}
     return Content("runs", head, parts, "/", "/api/", LIST_S)
@@ -134,12 +140,40 @@ def runs_content(runs: Runs, _query: Query) -> Content:
 _COLUMNS = ("", "run", "state", "progress", "loss", "", "tokens/s", "time", "model", "started")  # of the list of runs
 
 
+def _offered(found: Iterable[Summary]) -> list[str]:
+    """Settings that are not the same in all runs, and those that are looked at most."""
+    seen: dict[str, set[str]] = {}
+    for run in found:
+        for name, value in run.settings.items():
+            seen.setdefault(name, set()).add(setting_text(value))
+    return [name for name, values in seen.items() if len(values) > 1 or name in _USUAL_SETTINGS]
+
+
+def _picker(offered: Iterable[str], columns: Sequence[str]) -> str:
+    """The settings that can be columns."""
+    boxes = "".join(
+        f'<label class="box"><input type="checkbox" name="column" value="{escape(name)}"'
+        f"{' checked' if name in columns else ''}> {escape(name)}</label>"
+        for name in offered
+    )
+    return (
+        f'<form class="picker" data-live action="/"><details{" open" if columns else ""}><summary>Settings as columns'
+        f'</summary><div class="boxes">{boxes}</div><button class="plain">Show</button></details></form>'
+    )
+
+
+def _setting_cell(run: Summary, name: str) -> str:
+    value = run.settings.get(name)
+    by = _by(value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    return f'<td class="setting" data-name="{escape(name)}"{by}>{escape(setting_text(value))}</td>'
+
+
 def _title(name: str, column: int) -> str:
     """The title of a column: a button that sorts the rows by it; ui.js reads the number of the column."""
     if not name:
         return "<td></td>"
     right = " class=right" if name in ("loss", "tokens/s") else ""
-    button = f'<button type="button" data-id="sort-{column}" data-sort="{column}">{name}</button>'
+    button = f'<button type="button" data-id="sort-{column}" data-sort="{column}">{escape(name)}</button>'
     return f'<th{right} aria-sort="none">{button}</th>'
 
 
@@ -152,7 +186,7 @@ def _no_runs(runs: Runs) -> str:
     )
 
 
-def _row(run: Summary) -> str:
+def _row(run: Summary, columns: Sequence[str]) -> str:
     """A row of the list."""
     name, status = escape(run.name), run.status
     box = f'<input type="checkbox" form="compare" name="run" value="{name}" aria-label="compare {name}">'
@@ -160,7 +194,7 @@ def _row(run: Summary) -> str:
     started = time.strftime("%d %b %Y, %H:%M", time.localtime(run.started_s))
     if status is None:
         reason = f"{badge('unreadable', 'bad')} {escape(run.problem or '')}"
-        begin = f"<td{_by(run.started_s)}>{started}</td>"
+        begin = f"<td{_by(run.started_s)}>{started}</td>" + "<td></td>" * len(columns)
         return f'<tr><td>{box}</td><td>{link}</td><td colspan="7">{reason}</td>{begin}</tr>'
     share = (status.step or 0) / status.num_steps if status.num_steps else 0.0
     steps = (
@@ -178,6 +212,7 @@ def _row(run: Summary) -> str:
         f"<td class=time{_by(status.seconds_left if left else run.duration_s)}>{left or spent or '-'}</td>",
         f"<td>{'-' if run.plan is None else escape(_model_text(run.plan))}</td>",
         f"<td{_by(run.started_s)}><small>{started}</small></td>",
+        *(_setting_cell(run, name) for name in columns),
     )
     return f"<tr>{''.join(cells)}</tr>"
 
@@ -242,7 +277,7 @@ def run_content(runs: Runs, query: Query) -> Content:
     folded = [section for key, section in sections.items() if key in _FOLDED]
     for key, section in charts.items():
         is_log = scale == "log" and key in _LOG_CHARTS
-        blocks = (_drawn(block, whole.run, axis, is_log=is_log) for block in section.blocks)
+        blocks = (_plotted(block, whole.run, axis, is_log=is_log) for block in section.blocks)
         charts[key] = replace(section, blocks=tuple(blocks))
     parts = {
         "live": _tiles(whole),
@@ -266,7 +301,7 @@ def run_content(runs: Runs, query: Query) -> Content:
     return Content(_tab(whole.look.view, name), head, parts, "/run", "/api/run", LIVE_S if whole.is_live else IDLE_S)
 
 
-def _drawn(block: Block, run: RecordedRun, axis: XAxis, *, is_log: bool) -> Block:
+def _plotted(block: Block, run: RecordedRun, axis: XAxis, *, is_log: bool) -> Block:
     return on_axis(replace(block, is_log=is_log), run, axis) if isinstance(block, LineChart) else block
 
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,7 @@ from shardwise.launch.rundir.lock import LOCK
 from shardwise.launch.rundir.state import Queue, RunState, RunStatus, read_liveness, runs_below, status_of
 from shardwise.launch.show.follow import QUERY_S, Look, WatchedRun
 from shardwise.launch.show.recorded_run import RecordedRun, RecordedSteps, Step, read_recorded
+from shardwise.launch.show.run_page import settings_of
 from shardwise.trainer.planning.page.content import Points
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
@@ -46,6 +47,7 @@ class Summary(NamedTuple):
     tokens_per_s: float | None = None  # of all devices, by the report
     curve: Points = ()  # of the loss
     problem: str | None = None  # why there is no status
+    settings: Mapping[str, Any] = {}  # of the job, by their paths
 
     @property
     def is_live(self) -> bool:
@@ -126,7 +128,8 @@ class Runs:
         liveness = read_liveness(files, self._queue, reads_ended=False, environment=os.environ)
         status = status_of(files, liveness, now_s=time.time(), last_line=None, logs=())
         curve = loss_points(path / "metrics.jsonl")
-        summary = Summary(name, started_s, status, files.plan, curve=curve)
+        settings = {} if files.plan is None else settings_of(files.plan.job)
+        summary = Summary(name, started_s, status, files.plan, curve=curve, settings=settings)
         return summary if files.report is None else _with_report(summary, files.report)
 
 

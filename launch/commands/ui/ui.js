@@ -86,10 +86,16 @@
   // The list by a column: numbers by what a cell gives, text as it stands; rows without a value last.
   let order = null;
   function valueOf(row) {
-    const cell = [...row.cells].at(order.column >= 9 ? -1 : order.column);
-    if (!cell || (row.cells.length < 10 && order.column > 1 && order.column < 9)) return "";
-    if (cell.dataset.by === undefined) return cell.textContent.toLowerCase();
-    return cell.dataset.by === "" ? "" : Number(cell.dataset.by);
+    let place = 0;
+    for (const cell of row.cells) {
+      if (place <= order.column && order.column < place + cell.colSpan) {
+        if (cell.colSpan > 1) return "";
+        if (cell.dataset.by === undefined) return cell.textContent.toLowerCase();
+        return cell.dataset.by === "" ? "" : Number(cell.dataset.by);
+      }
+      place += cell.colSpan;
+    }
+    return "";
   }
   function sort() {
     const body = document.querySelector("table.runs tbody");

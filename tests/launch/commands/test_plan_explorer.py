@@ -13,6 +13,7 @@ from shardwise.launch.commands.ui.explorer import Form, changed, plan_content, p
 from shardwise.launch.commands.ui.runs import Runs
 from shardwise.launch.options import parse_command_line
 from shardwise.launch.plan.gather import plan_inputs, profile_data
+from shardwise.trainer.planning.explain.plan_page import readable
 from shardwise.trainer.planning.planner import take_candidate
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import format_count, format_seconds
@@ -36,7 +37,7 @@ def test_the_page_shows_the_plan_of_the_command_that_it_prints():
     assert plan.chosen.strategy.name in parts["verdict"] and ">fits<" in parts["verdict"]
     assert f"{plan.schedule.num_steps:,} steps of {format_seconds(plan.chosen.speed.step_s)}" in parts["verdict"]
     assert format_count(plan.chosen.speed.tokens_per_s_per_gpu) in parts["verdict"]
-    assert all(name in parts["memory"] for name, size in plan.chosen.memory.parts.items() if size)
+    assert all(readable(name) in parts["memory"] for name, size in plan.chosen.memory.parts.items() if size)
     assert [command[1] for command in start] == ["init", "train"] and "train.tokens=5000000" in start[-1]
     other = take_candidate(plan, 2).chosen
     taken = plan_parts(SMALL._replace(take=2))["verdict"]

@@ -309,3 +309,18 @@ def test_the_page_of_a_run_has_its_log_its_settings_and_other_axes_and_scales(se
         (run / link).unlink()
         (run / link).symlink_to("/etc/passwd")
     assert "root:" not in ask(server, "/run?name=good").text
+
+
+def test_settings_of_the_query_are_columns_of_the_list_and_others_are_offered(server: UiServer, folder: Path):
+    plan = tiny_plan()
+    faster = replace(plan, job=replace(plan.job, train=replace(plan.job.train, lr=0.125)))
+    write_run(folder / "faster", plan=faster, rows=[])
+    page = ask(server, "/?column=train.lr&column=train.seed&column=train.lr&column=<x>&column=train.nothing").text
+    titles = re.findall(r'data-sort="\d+">([^<]*)</button>', page)
+    assert titles[-3:] == ["started", "train.lr", "train.seed"]
+    (row,) = (each for each in re.findall(r"<tr>.*?</tr>", page, re.DOTALL) if ">faster</a>" in each)
+    assert '<td class="setting" data-name="train.lr" data-by="0.125">0.125</td>' in row
+    offered = dict(re.findall(r'name="column" value="([^"]*)"( checked)?>', page))
+    assert offered["train.lr"] == offered["train.seed"] == " checked" and offered["train.method"] == ""
+    assert "data.packing" not in offered, "a setting that is the same in all runs"
+    assert 'class="setting"' not in ask(server, "/").text

@@ -18,7 +18,7 @@ from page_reader import read_page
 from planning_factory import plan_of
 
 from shardwise.trainer.planning.explain.comparison import comparison_page
-from shardwise.trainer.planning.explain.plan_page import explain_plan, plan_page
+from shardwise.trainer.planning.explain.plan_page import explain_plan, plan_page, readable
 from shardwise.trainer.planning.page import html as page_html
 from shardwise.trainer.planning.page.content import (
     Bars,
@@ -88,7 +88,7 @@ def test_charts_show_the_parts_of_memory_and_its_events(plan: Plan, html: str) -
     widths = re.findall(r'<rect class="part c\d+" x="[\d.]+%" width="([\d.]+)%" height="22"', html)
     assert len(widths) == len(memory.parts) + 1
     assert float(widths[0]) == pytest.approx(100 * next(iter(memory.parts.values())) / memory.usable_bytes, abs=0.01)
-    assert all(event in " ".join(reader.text) for event in memory.events)
+    assert all(readable(event) in " ".join(reader.text) for event in memory.events)
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>'])
