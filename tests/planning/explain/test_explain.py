@@ -13,7 +13,7 @@ from planning_factory import data_of, machine, plan_of, shape_of
 from shardwise.trainer.planning.candidates import RunTotals, run_hours
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain import comparison
-from shardwise.trainer.planning.explain.plan_page import explain_plan, kv_cache_bytes
+from shardwise.trainer.planning.explain.plan_page import explain_plan, kv_cache_bytes, readable
 from shardwise.trainer.planning.page.content import Page, Table, page_text, paragraph, stacked_bar, table
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.spec.engines import Sharding
