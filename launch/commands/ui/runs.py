@@ -68,8 +68,9 @@ class WholeRun(NamedTuple):
 class Runs:
     """The runs of one folder; a folder that is a run itself is its only one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, own_file: Path | None = None) -> None:
         self.folder = folder
+        self.own_file = own_file  # a job or a config.json, which the explorer offers
         self._lock = Lock()
         self._queue, self._queried_at = Queue(os.environ), time.monotonic()
         self._summaries: dict[str, tuple[object, Summary]] = {}

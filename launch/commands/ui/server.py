@@ -65,25 +65,28 @@ class Reply(NamedTuple):
 
 def run_ui(options: UiOptions, console: Console, environment: Mapping[str, str] = os.environ) -> ExitCode:
     """Serves the pages until Ctrl-C; InputError for a folder that is not there, EnvironmentFaultError for the port."""
-    if options.folder != RUNS and not options.folder.is_dir():
-        raise InputError(f"{options.folder}: is no folder; name one that has runs, such as runs/")
-    with open_server(options.folder, options.port) as server:
-        console.line(f"{server.address}/?token={server.token}")
+    own_file = options.folder if options.folder.is_file() else None
+    folder = RUNS if own_file is not None else options.folder
+    if folder != RUNS and not folder.is_dir():
+        raise InputError(f"{folder}: is no folder; name one that has runs, such as runs/, or a job file")
+    page = "/" if own_file is None else "/plan"
+    with open_server(folder, options.port, own_file) as server:
+        console.line(f"{server.address}{page}?token={server.token}")
         console.line("the address is valid while this command runs; Ctrl-C ends it")
         if options.opens_browser and _has_display(environment):
-            webbrowser.open(f"{server.address}/?token={server.new_ticket()}")
+            webbrowser.open(f"{server.address}{page}?token={server.new_ticket()}")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
     return ExitCode.DONE
 
 
-def open_server(folder: Path, port: int | None) -> "UiServer":
+def open_server(folder: Path, port: int | None, own_file: Path | None = None) -> "UiServer":
     """A server on `port`; without one on `PORT`, or another if that is in use."""
     try:
-        return UiServer(folder, PORT if port is None else port)
+        return UiServer(folder, PORT if port is None else port, own_file)
     except OSError as error:
         if port is None:
-            return UiServer(folder, 0)
+            return UiServer(folder, 0, own_file)
         text = f"--port {port}: cannot be opened: {error.strerror}; without --port a free one is used"
         raise EnvironmentFaultError(text) from error
 
@@ -99,8 +102,8 @@ class UiServer(ThreadingHTTPServer):
 
     daemon_threads, block_on_close, request_queue_size = True, False, 2 * _MOST_CONNECTIONS
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.runs = Runs(folder)
+    def __init__(self, folder: Path, port: int, own_file: Path | None = None) -> None:
+        self.runs = Runs(folder, own_file)
         self.token, self.session = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._tickets: set[str] = set()
         self._room = BoundedSemaphore(_MOST_CONNECTIONS)

@@ -188,15 +188,20 @@
   });
   document.addEventListener("focusout", (event) => { if (event.target.matches?.("figure.plot")) read(null); });
 
-  document.addEventListener("input", (event) => {
+  const changed = (event) => {
     if (event.target === box) filter();
     if (event.target.matches("table.runs input")) compare();
     if (!form || !form.contains(event.target)) return;
+    const waits = event.target.dataset.on === "change" && event.type === "input";
+    const list = event.target.list;
+    if (waits && ![...list.options].some((each) => each.value === event.target.value)) return;
     const take = form.elements.take;
     if (take) take.value = 1;
     clearTimeout(timer);
     timer = setTimeout(() => refresh(true), 250);
-  });
+  };
+  document.addEventListener("input", changed);
+  document.addEventListener("change", (event) => { if (event.target.dataset.on === "change") changed(event); });
   document.addEventListener("submit", (event) => {
     if (event.target !== form) return;
     event.preventDefault();
