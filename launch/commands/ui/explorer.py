@@ -19,7 +19,17 @@ from urllib.parse import urlencode
 from msgspec.structs import replace
 
 from shardwise.launch.commands.plan import is_job_file, machines, plan_command, start_and_repeat
-from shardwise.launch.commands.ui.pages import Content, Query, badge, bar, folded_html, lines, section_html, tile
+from shardwise.launch.commands.ui.pages import (
+    Content,
+    Query,
+    action_form,
+    badge,
+    bar,
+    folded_html,
+    lines,
+    section_html,
+    tile,
+)
 from shardwise.launch.commands.ui.runs import Runs
 from shardwise.launch.commands.ways_out import WayOut, ways_out
 from shardwise.launch.commands.ways_out import page as no_plan_page
@@ -100,8 +110,10 @@ class Form(NamedTuple):
 
     @property
     def query(self) -> dict[str, Any]:
-        """The form as the query of an address; fields that have their default are left out."""
-        return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        """The form as the query of an address; of a model of the table, fields that have their default are left out."""
+        is_in_table = find_known_model(self.model) is not None
+        given = {name: value for name, value in self._asdict().items() if value is not None}
+        return {name: value for name, value in given.items() if not is_in_table or value != self._field_defaults[name]}
 
 
 def first_form(own: Path | None) -> Form:
@@ -123,7 +135,8 @@ def read_form(query: Query, own: Path | None = None) -> Form:
     numbers = {name: _whole(name, given[name]) for name in ("seq_len", "gpus", "nodes", "take") if name in given}
     if card != HERE and card not in GPU_SPECS:
         card = match_card(card, count=numbers.get("gpus") or 1).spec.name
-    allow = tuple(each for each in query.get("allow", ()) if each in list(Allowance))
+    named = (name for each in query.get("allow", ()) for name in each.split(","))
+    allow = tuple(each for each in named if each in list(Allowance))
     tokens = given.get("tokens", "").strip()
     if tokens:
         _whole("tokens", tokens)
@@ -161,11 +174,26 @@ def plan_content(runs: Runs, query: Query) -> Content:
     try:
         form = read_form(query, runs.own_file)
         parts = plan_parts(form, _stamp(runs.own_file))
+        if (
+            runs.nonce is not None
+            and form.model == str(runs.own_file)
+            and form.card == HERE
+            and is_job_file(runs.own_file)
+        ):
+            parts = {**parts, "command": parts["command"] + _start_form(runs.nonce, form)}
     except ShardwiseError as error:
         parts = {**_NO_PLAN, "verdict": f'<p class="alert">{lines(short(str(error)))}</p>'}
     fields = form_html(form, runs.own_file)
     head = f'<div class="title"><h1>Plan</h1><p class="sub">What fits, and how long it runs</p></div>{fields}'
     return Content(f"{form.model}: plan", head, parts, "/plan", "/api/plan")
+
+
+def _start_form(nonce: str, form: Form) -> str:
+    """A button that starts the training of the own job."""
+    fields = {name: str(value) for name, value in form.query.items() if name != "allow" and value is not None}
+    fields["allow"] = ",".join(form.allow)
+    text = "It runs on this machine as a process of its own, and appears among the runs."
+    return action_form(nonce, "start", "Start this training", text, fields)
 
 
 def _stamp(own: Path | None) -> int:

@@ -38,6 +38,7 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import printable
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
+ACT = "/act"  # the address of actions
 LIVE_S, IDLE_S, LIST_S = 1.5, 6.0, 3.0  # between two looks of a page
 MOST_COMPARED, MOST_COLUMNS = 12, 8
 _USUAL_SETTINGS = ("model.name", "train.method", "train.lr", "train.seq_len", "train.tokens_per_step", "train.seed")
@@ -119,8 +120,9 @@ def runs_content(runs: Runs, query: Query) -> Content:
     found, total = runs.summaries()
     shown = f"the newest {MOST_RUNS} of {total} runs" if total > len(found) else f"{total} run{'s' * (total != 1)}"
     head = f'<div class="title"><h1>Runs</h1><p class="sub"><code>{escape(str(runs.folder))}</code></p></div>'
+    started = "".join(_started(each.command, each.state) for each in runs.started)
     if not found:
-        return Content("runs", head, {"table": _no_runs(runs)}, "/", "/api/", LIST_S)
+        return Content("runs", head, {"started": started, "table": _no_runs(runs)}, "/", "/api/", LIST_S)
     head += (
         '<form id="compare" class="tools" action="/compare"><label>Filter <input type="search" id="filter" '
         'autocomplete="off" placeholder="name, state, model"></label>'
@@ -133,11 +135,17 @@ def runs_content(runs: Runs, query: Query) -> Content:
     rows = "".join(_row(run, columns) for run in found)
     header = "".join(_title(name, number) for number, name in enumerate((*_COLUMNS, *columns)))
     table = f'<table class="runs"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
-    parts = {"table": f'{scrolling("runs", "card")}{table}</div><p class="sub">{shown}</p>'}
+    parts = {"started": started, "table": f'{scrolling("runs", "card")}{table}</div><p class="sub">{shown}</p>'}
     return Content("runs", head, parts, "/", "/api/", LIST_S)
 
 
 _COLUMNS = ("", "run", "state", "progress", "loss", "", "tokens/s", "time", "model", "started")  # of the list of runs
+
+
+def _started(command: str, state: str) -> str:
+    """A training that a page started, with the end of its output if it failed."""
+    tone = "warn" if state.startswith("ended") else "calm"
+    return f'<p class="alert {tone}"><code>{escape(command)}</code>: {lines(state)}</p>'
 
 
 def _offered(found: Iterable[Summary]) -> list[str]:
@@ -281,6 +289,7 @@ def run_content(runs: Runs, query: Query) -> Content:
         charts[key] = replace(section, blocks=tuple(blocks))
     parts = {
         "live": _tiles(whole),
+        "actions": _stop_form(runs.nonce, name) if whole.is_live else "",
         "incidents": section_html(sections["incidents"], "card") if "incidents" in sections else "",
         "charts": "".join(section_html(section, "card") for section in charts.values() if section.blocks),
         "figures": "".join(section_html(section, "card") for section in others),
@@ -299,6 +308,26 @@ def run_content(runs: Runs, query: Query) -> Content:
         f"{''.join(selects)}</form></div>"
     )
     return Content(_tab(whole.look.view, name), head, parts, "/run", "/api/run", LIVE_S if whole.is_live else IDLE_S)
+
+
+def _stop_form(nonce: str | None, name: str) -> str:
+    """A button that stops a run after a second click."""
+    text = "It saves a checkpoint and ends, as after <code>shardwise cancel</code>; it can be resumed."
+    return action_form(nonce, "stop", "Stop this run", text, {"name": name})
+
+
+def action_form(nonce: str | None, action: str, title: str, text: str, fields: Mapping[str, str]) -> str:
+    """A folded form with a button; nothing without a nonce, where actions are not allowed."""
+    if nonce is None:
+        return ""
+    hidden = "".join(
+        f'<input type="hidden" name="{escape(key)}" value="{escape(value)}">'
+        for key, value in {"nonce": nonce, "action": action, **fields}.items()
+    )
+    return (
+        f'<details class="card action" data-id="{action}"><summary>{title}</summary><p>{text}</p>'
+        f'<form method="post" action="{ACT}">{hidden}<button>{title}</button></form></details>'
+    )
 
 
 def _plotted(block: Block, run: RecordedRun, axis: XAxis, *, is_log: bool) -> Block:

@@ -5,13 +5,15 @@ cannot reach a file elsewhere. Files of runs may be damaged or hostile: they are
 regular files of a bounded size, and of a long metrics.jsonl a part of the lines.
 """
 
+import io
 import os
+import subprocess
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +33,7 @@ MOST_RUNS = 300  # in the list, the newest ones
 _MOST_FOLLOWED = 24  # whole runs in memory
 _NUM_SAMPLES = 64  # of the small curve in the list
 _SAMPLED_FROM, _SAMPLE_BYTES = 1 << 18, 1 << 12  # a longer file is read at places equally far apart
+_MOST_OUTPUT_BYTES = 4096  # of a training that a page started
 _WATCHED = ("plan.json", "metrics.jsonl", "report.json", "submission.json", "cancelled", LOCK, "attempts")
 _MAY_CHANGE = (RunState.WAITING, RunState.STARTING, RunState.RUNNING, RunState.UNKNOWN)
 
@@ -65,12 +68,33 @@ class WholeRun(NamedTuple):
         return self.look.judged.state in _MAY_CHANGE
 
 
+class Started(NamedTuple):
+    """A training that was started by a page."""
+
+    command: str
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+
+    @property
+    def state(self) -> str:
+        """`running`, or how it ended with the end of its output."""
+        code = self.process.poll()
+        if code is None:
+            return "running"
+        size = self.output.seek(0, io.SEEK_END)
+        self.output.seek(max(0, size - _MOST_OUTPUT_BYTES))
+        last = self.output.read().decode(errors="replace").strip().splitlines()[-3:]
+        return "\n".join((f"ended with {code}" if code else "finished", *(last if code else ())))
+
+
 class Runs:
     """The runs of one folder; a folder that is a run itself is its only one."""
 
     def __init__(self, folder: Path, own_file: Path | None = None) -> None:
         self.folder = folder
         self.own_file = own_file  # a job or a config.json, which the explorer offers
+        self.nonce: str | None = None  # of the forms of actions; None: there are none
+        self.started: list[Started] = []
         self._lock = Lock()
         self._queue, self._queried_at = Queue(os.environ), time.monotonic()
         self._summaries: dict[str, tuple[object, Summary]] = {}

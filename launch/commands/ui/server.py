@@ -1,8 +1,11 @@
 """`shardwise ui`: a small web server on this machine that shows runs and plans. It reads files and writes none.
 
+With `--allow-actions` it also accepts POST to `/act`, which needs the cookie, this server as its origin, and a value
+that only its pages have. Without that option no request changes anything.
+
 It listens on 127.0.0.1 alone. A request needs the token of the address that is printed, which becomes a cookie that no
 script can read and no other site can send. A `Host` header that names another machine is refused, so that a foreign
-name that resolves to 127.0.0.1 reaches nothing. Only GET and HEAD are served, without a body and with a short address;
+name that resolves to 127.0.0.1 reaches nothing. GET and HEAD are served without a body and with a short address;
 connections are limited in number and time. Pages load nothing from elsewhere and run no script but `ui.js`.
 """
 
@@ -25,6 +28,8 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import msgspec
 
 from shardwise.launch.commands.ui import explorer, pages
+from shardwise.launch.commands.ui.actions import Actions
+from shardwise.launch.commands.ui.pages import ACT
 from shardwise.launch.commands.ui.runs import Runs
 from shardwise.launch.options import UiOptions
 from shardwise.launch.rundir.state import RUNS
@@ -43,7 +48,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # without a referrer a browser sends no origin either
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
@@ -71,6 +76,8 @@ def run_ui(options: UiOptions, console: Console, environment: Mapping[str, str] 
         raise InputError(f"{folder}: is no folder; name one that has runs, such as runs/, or a job file")
     page = "/" if own_file is None else "/plan"
     with open_server(folder, options.port, own_file) as server:
+        if options.allows_actions:
+            server.allow_actions()
         console.line(f"{server.address}{page}?token={server.token}")
         console.line("the address is valid while this command runs; Ctrl-C ends it")
         if options.opens_browser and _has_display(environment):
@@ -105,9 +112,15 @@ class UiServer(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int, own_file: Path | None = None) -> None:
         self.runs = Runs(folder, own_file)
         self.token, self.session = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self.actions: Actions | None = None
         self._tickets: set[str] = set()
         self._room = BoundedSemaphore(_MOST_CONNECTIONS)
         super().__init__((HOST, port), _Request)
+
+    def allow_actions(self) -> None:
+        """From now on pages have buttons, with a value that no other page knows."""
+        self.actions = Actions(self.runs)
+        self.runs.nonce = secrets.token_urlsafe(24)
 
     def server_bind(self) -> None:
         """Without the look-up of the machine's name, which can block for seconds."""
@@ -175,7 +188,17 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._deadline.cancel()
-        reply = self._reply()
+        self._send(self._refused_request() or self._reply())
+
+    def do_POST(self) -> None:
+        if self.server.actions is None:
+            self._refuse_method()
+            return
+        reply = self._acted(self.server.actions)
+        self._deadline.cancel()
+        self._send(reply)
+
+    def _send(self, reply: Reply) -> None:
         content = redact(printable(reply.body)).encode()
         self.send_response(reply.status)
         self.send_header("Content-Type", reply.kind)
@@ -193,14 +216,60 @@ class _Request(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Nothing: addresses may hold the token."""
 
-    def _reply(self) -> Reply:
+    def _refused_host(self) -> Reply | None:
         name = (self.headers.get("Host") or "").rpartition("]")[2].partition(":")[0].lower()
         if name not in _HOSTS:
             return _refusal(HTTPStatus.MISDIRECTED_REQUEST, f"this server is {HOST}, and no other host")
+        return None
+
+    def _acted(self, actions: Actions) -> Reply:
+        """The reply to a form of our own pages; every other request is refused before anything is done."""
+        host, size = self._refused_host(), self.headers.get("Content-Length", "")
+        if host is not None:
+            return host
+        if self.path != ACT:
+            return _refusal(HTTPStatus.NOT_FOUND, "there is no such action")
+        if (
+            not size.isascii()
+            or not size.isdigit()
+            or int(size) > _MOST_ADDRESS
+            or self.headers.get("Transfer-Encoding")
+        ):
+            return _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a form is short, and has its length")
+        body = self.rfile.read(int(size))
+        try:
+            query = parse_qs(body.decode(), max_num_fields=_MOST_FIELDS, errors="surrogateescape")
+        except ValueError:
+            return _refusal(HTTPStatus.BAD_REQUEST, "the form cannot be read")
+        nonce = (self.server.runs.nonce or "").encode()
+        is_ours = (
+            self.headers.get("Origin") == f"http://{self.headers.get('Host')}"
+            and self.headers.get("Sec-Fetch-Site", "same-origin") == "same-origin"
+            and secrets.compare_digest(self._session(), self.server.session.encode())
+            and secrets.compare_digest(query.pop("nonce", [""])[0].encode(errors="replace"), nonce)
+            and nonce != b""
+        )
+        if not is_ours:
+            return _refusal(HTTPStatus.FORBIDDEN, "an action is accepted from a page of this server only")
+        try:
+            done = actions.act(query)
+        except ShardwiseError as error:
+            return _refusal(HTTPStatus.CONFLICT, str(error))
+        except OSError as error:
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"it could not be done: {error.strerror}")
+        return Reply(pages.document(pages.problem("Done", done)))
+
+    def _refused_request(self) -> Reply | None:
+        host = self._refused_host()
+        if host is not None:
+            return host
         if self.headers.get("Content-Length", "0") != "0" or self.headers.get("Transfer-Encoding"):
             return _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request has no body here")
         if len(self.path) > _MOST_ADDRESS:
             return _refusal(HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long")
+        return None
+
+    def _reply(self) -> Reply:
         try:
             parts = urlsplit(self.path)
             query = parse_qs(parts.query, max_num_fields=_MOST_FIELDS, errors="surrogateescape")
@@ -236,7 +305,7 @@ class _Request(BaseHTTPRequestHandler):
     def _refuse_method(self) -> None:
         self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
 
-    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method  # noqa: N815
+    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method  # noqa: N815
 
 
 Query = Mapping[str, list[str]]

@@ -324,3 +324,98 @@ def test_settings_of_the_query_are_columns_of_the_list_and_others_are_offered(se
     assert offered["train.lr"] == offered["train.seed"] == " checked" and offered["train.method"] == ""
     assert "data.packing" not in offered, "a setting that is the same in all runs"
     assert 'class="setting"' not in ask(server, "/").text
+
+
+@pytest.fixture
+def acting(tmp_path: Path) -> Iterator[UiServer]:
+    """A server whose pages may act, with a run that has ended and the job of a trainer that fails at once."""
+    job = tmp_path / "job.yaml"
+    job.write_text("model: {name: qwen2.5-0.5b}\ndata: {train: none.jsonl}\n")
+    write_run(tmp_path / "runs" / "good")
+    write_run(tmp_path / "runs" / "going", has_report=False)
+    with UiServer(tmp_path / "runs", 0, job) as server:
+        server.allow_actions()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def act(server: UiServer, fields: dict[str, str], **changes: str | None) -> Answer:
+    """A form of a page of the server, or one with other headers; None leaves a header out."""
+    headers = {
+        "Cookie": f"{server.cookie_name}={server.session}",
+        "Origin": server.address,
+        "Content-Type": "application/x-www-form-urlencoded",
+        **changes,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    try:
+        sent = {name.replace("_", "-"): value for name, value in headers.items() if value is not None}
+        connection.request("POST", "/act", urlencode({"nonce": server.runs.nonce, **fields}), sent)
+        reply = connection.getresponse()
+        return Answer(reply.status, reply.read().decode(), reply.headers)
+    finally:
+        connection.close()
+
+
+STOP = {"action": "stop", "name": "going"}
+
+
+def test_an_action_needs_the_cookie_the_own_origin_and_the_value_of_our_pages(acting: UiServer):
+    flag = acting.runs.folder / "going" / "cancelled"
+    refused = [
+        act(acting, STOP, Origin=None),
+        act(acting, STOP, Origin="null"),
+        act(acting, STOP, Origin="http://evil.example"),
+        act(acting, STOP, Origin=f"http://127.0.0.1:{acting.server_port + 1}"),
+        act(acting, STOP, Sec_Fetch_Site="cross-site"),
+        act(acting, STOP, Sec_Fetch_Site="same-site"),
+        act(acting, STOP, Cookie=None),
+        act(acting, {**STOP, "nonce": ""}),
+        act(acting, {**STOP, "nonce": acting.token}),
+    ]
+    assert [each.status for each in refused] == [403] * len(refused)
+    assert act(acting, STOP, Host="evil.example", Origin="http://evil.example").status == 421
+    assert act(acting, {**STOP, "x": "y" * 5000}).status == 413
+    assert ask(acting, "/act?action=stop&name=going").status == 404, "an address alone does nothing"
+    with locked(acting.runs.folder / "going"):
+        assert act(acting, {**STOP, "name": "../runs/going"}).status == 409
+        assert act(acting, {"action": "remove", "name": "going"}).status == 409
+    assert not flag.exists()
+
+
+def test_without_the_option_nothing_acts_and_no_page_has_a_button(server: UiServer, folder: Path):
+    assert act(server, {"action": "stop", "name": "good", "nonce": ""}).status == 405
+    with locked(folder / "linked"):
+        assert "<form method" not in ask(server, "/run?name=linked").text
+
+
+def test_a_run_is_stopped_as_by_the_command(acting: UiServer, monkeypatch: pytest.MonkeyPatch):
+    run = acting.runs.folder / "going"
+    assert "nothing to cancel" in act(acting, {**STOP, "name": "good"}).text
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom shardwise.launch.rundir.lock import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('locked', flush=True)\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(run)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as trainer:
+        try:
+            assert trainer.stdout is not None and trainer.stdout.readline() == b"locked\n"
+            page = ask(acting, "/run?name=going").text
+            assert acting.runs.nonce is not None and f'value="{acting.runs.nonce}"' in page and "Stop this run" in page
+            answer = act(acting, STOP)
+            assert answer.status == 200 and "requested to save a checkpoint and end" in answer.text
+            assert trainer.wait(timeout=20) == -signal.SIGINT and (run / "cancelled").exists()
+        finally:
+            trainer.kill()
+
+
+def test_only_the_own_job_is_started_and_a_mistake_in_it_is_shown(acting: UiServer):
+    own = str(acting.runs.own_file)
+    for fields in ({"model": "qwen2.5-0.5b"}, {"model": own, "card": "RTX-4090"}, {"model": "/etc/passwd"}):
+        assert act(acting, {"action": "start", **fields}).status == 409
+    assert acting.runs.started == []
+    answer = act(acting, {"action": "start", "model": own, "tokens": "1k"})
+    assert answer.status == 409 and "none.jsonl" in answer.text, "what cannot be planned is not started"
+    Path(own).with_name("none.jsonl").write_text('{"text": "a b c"}\n')
