@@ -147,6 +147,12 @@ class UiServer(ThreadingHTTPServer):
             return True
         return secrets.compare_digest(text.encode(errors="replace"), self.token.encode())
 
+    def server_close(self) -> None:
+        """What the pages started goes on."""
+        super().server_close()
+        for each in self.runs.started:
+            each.output.close()
+
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
         """Closes connections above the limit at once."""
         if self._room.acquire(blocking=False):

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urlencode
@@ -418,4 +419,26 @@ def test_only_the_own_job_is_started_and_a_mistake_in_it_is_shown(acting: UiServ
     assert acting.runs.started == []
     answer = act(acting, {"action": "start", "model": own, "tokens": "1k"})
     assert answer.status == 409 and "none.jsonl" in answer.text, "what cannot be planned is not started"
-    Path(own).with_name("none.jsonl").write_text('{"text": "a b c"}\n')
+    assert acting.runs.started == []
+
+
+def test_a_started_job_is_a_process_of_its_own_whose_end_stands_in_the_list(acting: UiServer):
+    """It has too little data to hold some out, so that it ends before it trains."""
+    job = acting.runs.own_file
+    assert job is not None
+    rows = job.with_name("rows.jsonl")
+    rows.write_text('{"text": "a b c"}\n' * 50)
+    job.write_text(
+        "model: {config: tiny-llama, tokenizer: train}\ntrain: {seq_len: 64, steps: 3}\n"
+        f"data: {{train: {json.dumps(str(rows))}}}\n"
+    )
+    page = ask(acting, f"/plan?{urlencode({'model': str(job), 'method': 'full'})}").text
+    (form,) = re.findall(r'<form method="post".*?</form>', page, re.DOTALL)
+    fields = {name: unescape(value) for name, value in re.findall(r'name="(\w+)" value="([^"]*)"', form)}
+    assert fields["action"] == "start" and fields["method"] == "full" and fields["nonce"] == acting.runs.nonce
+    answer = act(acting, fields)
+    assert answer.status == 200 and f"shardwise train {job} train.method=full" in answer.text
+    (started,) = acting.runs.started
+    assert started.process.wait(timeout=60) not in (None, 0)
+    listed = ask(acting, "/").text
+    assert f"ended with {started.process.returncode}" in listed and "data.eval" in listed
