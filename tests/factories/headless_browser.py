@@ -22,6 +22,33 @@ _INSTALL = "apt-get install -y --no-install-recommends chromium"
 _PATIENCE_S = 60
 _MESSAGES = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
 
+# Text whose contrast with its background is below WCAG 2.2 AA: 4.5, and 3 for large text.
+CONTRAST = """(() => {
+  const parse = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return {c: [r, g, b], a}; };
+  const light = (c) => c.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const over = (top, below) => top.c.map((v, i) => v * top.a + below[i] * (1 - top.a));
+  const ground = (each) => {
+    const layers = [];
+    for (let at = each; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
+    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
+  };
+  const found = [];
+  let count = 0;
+  for (const each of document.querySelectorAll("body *")) {
+    const text = [...each.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data.trim()).join("");
+    if (!(text || each.matches("input, select")) || each.disabled || each.matches("option")) continue;
+    if (!each.checkVisibility()) continue;
+    const style = getComputedStyle(each), size = parseFloat(style.fontSize);
+    const below = ground(each), ink = parse(each.closest("svg") ? style.fill : style.color);
+    const [one, two] = [light(over(ink, below)), light(below)].sort((a, b) => b - a);
+    const least = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700) ? 3 : 4.5;
+    count += 1;
+    if ((one + 0.05) / (two + 0.05) < least) found.push(`${each.tagName} ${each.className}: ${text} ${ink.c} ${below}`);
+  }
+  return {count, found};
+})()"""
+
 
 class Opened(NamedTuple):
     """What came of opening a page."""
