@@ -1,7 +1,8 @@
 """The functions behind `import shardwise`: the same steps as the command line, with values instead of text.
 
 A job is the path of a job file, the same settings as a dict, or the keywords `model`, `data`, `method`, `seq_len` and
-`allow`. Results are values with documented fields, shown as the text of the command; a notebook gets it escaped.
+`allow`. Results are values with documented fields, shown as the text of the command; a notebook shows the page of
+`--html`, with the curve of the loss.
 """
 
 import html
@@ -27,6 +28,7 @@ from shardwise.launch.show.recorded_run import read_recorded
 from shardwise.launch.show.report import render_report
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
+from shardwise.trainer.planning.page.html import fragment_html
 from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, InputProblemsError
@@ -54,7 +56,11 @@ class PlanResult(Plan, frozen=True, kw_only=True):
         return text_of(first_screen(self))
 
     def _repr_html_(self) -> str:
-        return _preformatted(str(self))
+        """Its page: the verdict, memory, speed and methods, and everything else folded."""
+        from shardwise.trainer.planning.explain.plan_page import plan_page
+
+        verdict, *_ = str(self).splitlines()
+        return fragment_html(plan_page(self), title=verdict, shown=("memory", "speed", "methods"))
 
 
 class RunResult(Report, frozen=True, kw_only=True):
@@ -67,7 +73,14 @@ class RunResult(Report, frozen=True, kw_only=True):
         return render_report(self, run_dir=Path(self.run_dir), recommended=self.recommendations)
 
     def _repr_html_(self) -> str:
-        return _preformatted(str(self))
+        """Its page: figures and curves of the loss, and everything else folded; text if the directory is gone."""
+        from shardwise.launch.show.run_page import run_page
+
+        run = read_recorded(Path(self.run_dir))
+        if run.report is None:
+            return _preformatted(str(self))
+        page = run_page(run)
+        return fragment_html(page, title=page.title, shown=("end", "figures", "loss", "help", "sample"))
 
 
 class DataResult(DataProfile, frozen=True, kw_only=True):
@@ -221,7 +234,7 @@ def _as(kind: type[_S], value: msgspec.Struct, **further: object) -> _S:
 
 
 def _preformatted(text: str) -> str:
-    return f"<pre>{html.escape(text)}</pre>"
+    return f'<pre style="font-family: monospace">{html.escape(text)}</pre>'
 
 
 def _options(

@@ -319,3 +319,16 @@ def test_on_a_log_scale_equal_factors_are_equally_far_apart_and_what_is_not_abov
 def test_ticks_of_a_log_scale_are_few_and_within(low: float, factor: float) -> None:
     found = page_html.log_ticks(low, low * factor)
     assert 1 <= len(found) <= 7 and all(low * (1 - 1e-9) <= tick <= low * factor * (1 + 1e-9) for tick in found)
+
+
+def test_a_page_within_another_one_styles_nothing_else_and_folds_what_is_not_named(plan: Plan) -> None:
+    text = page_html.fragment_html(plan_page(plan), title="<b>fits</b>", shown=("speed", "memory"))
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    selectors = re.findall(r"([^{}]+)\{", re.sub(r"@media[^{]*\{", "", style))
+    assert len(selectors) > 30
+    assert [each for part in selectors for each in part.split(",") if not each.strip().startswith(".shardwise")] == []
+    assert style.count("{") == style.count("}") == page_html.STYLE.count("{")
+    titles = re.findall(r"<(h2|summary)>(.*?)</\1>", text)
+    assert [title.partition(" ")[0].rstrip(":") for tag, title in titles if tag == "h2"] == ["speed", "memory"]
+    assert len(titles) == len(plan_page(plan).sections) and "&lt;b&gt;fits" in text
+    assert not re.search(r"<script|<link|src=|\son\w+=", text)

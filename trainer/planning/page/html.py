@@ -12,6 +12,7 @@ is a gap: the line ends before it and starts again after it. A figure between tw
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
@@ -48,6 +49,39 @@ def pages_html(pages: Sequence[Page], *, title: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def fragment_html(page: Page, *, title: str, shown: Iterable[str]) -> str:
+    """A page within another one, such as a notebook: the sections of these names, and below them all others, folded.
+
+    Its style applies to it alone.
+    """
+    opened = list(shown)
+    first = [section for section in page.sections if section.name in opened]
+    folded = [section for section in page.sections if section.name not in opened]
+    lines = [f'<div class="{_FRAGMENT}"><style>{scoped(STYLE, _FRAGMENT)}</style>', f"<h1>{escape(title)}</h1>"]
+    for section in sorted(first, key=lambda section: opened.index(section.name)):
+        lines += _section(section)
+    for section in folded:
+        blocks = "\n".join(line for block in section.blocks for line in block_html(block))
+        lines.append(f"<details><summary>{escape(section.title)}</summary>\n{blocks}</details>")
+    return "\n".join((*lines, "</div>"))
+
+
+_FRAGMENT = "shardwise"
+_RULE = re.compile(r"(@media[^{]*\{)|([^{}@]+)\{")
+
+
+def scoped(style: str, name: str) -> str:
+    """The rules of a style sheet for elements within those of class `name`, which stand for the document."""
+
+    def prefixed(found: re.Match[str]) -> str:
+        if found[1]:
+            return found[1]
+        selectors = (each.strip() for each in found[2].split(","))
+        return ", ".join(f".{name}" if each in (":root", "body") else f".{name} {each}" for each in selectors) + " {"
+
+    return _RULE.sub(prefixed, style)
 
 
 def _page(page: Page) -> Iterator[str]:
