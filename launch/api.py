@@ -73,7 +73,7 @@ class RunResult(Report, frozen=True, kw_only=True):
         return render_report(self, run_dir=Path(self.run_dir), recommended=self.recommendations)
 
     def _repr_html_(self) -> str:
-        """Its page: figures and curves of the loss, and everything else folded; text if the directory is gone."""
+        """Its page: figures and curves of the loss, and everything else folded; text if the directory is missing."""
         from shardwise.launch.show.run_page import run_page
 
         run = read_recorded(Path(self.run_dir))

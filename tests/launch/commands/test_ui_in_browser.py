@@ -8,13 +8,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from headless_browser import CONTRAST, Browser, lacks_browser, running_browser
+from headless_browser import ACCESS, CONTRAST, Browser, lacks_browser, running_browser
 from msgspec.structs import replace
 from planning_factory import plan_of
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
 from shardwise.launch.commands.ui.server import UiServer
+from shardwise.launch.rundir.lock import locked
 from shardwise.launch.show.recorded_run import recorded_runs
 from shardwise.launch.show.run_page import comparison_page, run_page
 from shardwise.trainer.planning.explain.comparison import comparison_page as machines_page
@@ -74,7 +75,10 @@ def browser(server: UiServer) -> Iterator[Browser]:
 @pytest.mark.parametrize(("page", "mode"), [*OPENED, *(pytest.param(*each, marks=pytest.mark.long) for each in REST)])
 def test_pages_are_quiet_readable_and_fit_in_light_and_dark(browser: Browser, server: UiServer, page: str, mode: str):
     width, is_dark = MODES[mode]
-    opened = browser.open(server.address + PAGES[page], width=width, is_dark=is_dark, script=CONTRAST)
+    opened = browser.open(
+        server.address + PAGES[page], width=width, is_dark=is_dark, script=f"({{...{CONTRAST}, faults: {ACCESS}}})"
+    )
+    assert opened.value["faults"] == []
     assert [each for each in opened.messages if not (page == "refused" and "404" in each)] == []
     assert {urlsplit(url).netloc for url in opened.requests} == {urlsplit(server.address).netloc}
     assert opened.scroll_width == width, "the body scrolls sideways"
@@ -103,8 +107,9 @@ def test_pages_in_files_open_without_a_message_or_a_request_and_run_nothing(brow
     page, html = tmp_path / "page.html", pages_html(pages_of(tmp_path / "runs"), title="page")
     page.write_text(html)
     for width, is_dark in ((390, True), (1280, False)):
-        opened = browser.open(page, width=width, is_dark=is_dark)
+        opened = browser.open(page, width=width, is_dark=is_dark, script=ACCESS)
         assert (opened.messages, opened.requests) == ([], [])
+        assert [each for each in opened.value if not each.startswith("page-has-heading-one")] == [], "a heading a page"
         assert opened.scroll_width == width, "the body scrolls sideways"
         assert opened.background == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
     page.write_text(html.replace("<body>", "<body><script>console.log(1)</script><img src='x.png'>"))
@@ -207,3 +212,80 @@ def test_the_list_is_filtered_and_two_runs_are_compared(browser: Browser, server
     })()"""
     opened = browser.open(server.address, width=1280, script=script)
     assert opened.value == [True, 1, False, "Compare 3 runs", 3] and opened.messages == []
+
+
+def test_faults_of_access_are_found(browser: Browser, server: UiServer):
+    harm = """(() => {
+      for (const each of document.querySelectorAll("[aria-label]")) each.removeAttribute("aria-label");
+      document.querySelector("nav a").textContent = "";
+      document.body.append(document.createElement("p"));
+      document.body.lastChild.textContent = "outside";
+      document.querySelector("h1").outerHTML = "<h3>title</h3>";
+      return document.querySelector("main");
+    })()"""
+    found = browser.open(f"{server.address}/run?name=good", width=1280, until=harm, script=ACCESS).value
+    rules = {each.partition(":")[0] for each in found}
+    assert rules >= {"svg-img-alt", "control-name", "region", "page-has-heading-one", "heading-order", "aria-label"}
+
+
+@pytest.fixture(scope="module")
+def acting(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[UiServer]:
+    """A server of a hundred runs of eleven learning rates, whose pages may act; the browser has its cookie."""
+    folder, plan = tmp_path_factory.mktemp("many"), tiny_plan()
+    for number in range(100):
+        job = replace(plan.job, train=replace(plan.job.train, lr=1e-3 * (1 + number % 11)))
+        rows = step_rows(range(1, 3), loss=5 - number / 100)
+        write_run(folder / f"run-{number:03}", plan=replace(plan, job=job), rows=rows, has_report=number > 0)
+    with UiServer(folder, 0) as server, locked(folder / "run-000"):
+        server.allow_actions()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        browser.open(f"{server.address}/?token={server.token}", width=1280, until="document.querySelector('main')")
+        yield server
+        server.shutdown()
+
+
+def test_a_hundred_runs_are_sorted_by_a_setting_on_a_dark_phone(browser: Browser, acting: UiServer):
+    script = """(() => {
+      const rows = () => [...document.querySelectorAll("table.runs tbody tr")];
+      const title = [...document.querySelectorAll("[data-sort]")].find((each) => each.textContent === "train.lr");
+      title.click();
+      const rates = rows().map((row) => Number(row.querySelector(".setting").dataset.by));
+      title.click();
+      return [rows().length, rates, Number(rows()[0].querySelector(".setting").dataset.by)];
+    })()"""
+    page = f"{acting.address}/?column=train.lr"
+    opened = browser.open(page, width=390, is_dark=True, script=f"[{script}, {ACCESS}]")
+    (count, rates, first), faults = opened.value
+    assert count == 100 and rates == sorted(rates) and len(set(rates)) == 11 and first == max(rates)
+    assert faults == [] and opened.messages == [] and opened.scroll_width == 390
+
+
+def test_columns_are_picked_without_loading_the_page_again(browser: Browser, acting: UiServer):
+    until = """(() => {
+      if (!window.began) {
+        window.began = true;
+        const box = document.querySelector("input[name=column][value='train.seed']");
+        box.click();
+      }
+      return document.querySelector("td.setting[data-name='train.seed']");
+    })()"""
+    script = "[location.search, performance.getEntriesByType('navigation').length, window.began]"
+    opened = browser.open(acting.address, width=1280, until=until, script=script)
+    assert opened.value == ["?column=train.seed", 1, True] and opened.messages == []
+
+
+def test_a_form_of_a_page_acts_in_a_browser(browser: Browser, acting: UiServer):
+    """The origin that a browser sends is accepted; the form names a run that has ended, so that nothing is stopped."""
+    until = """(() => {
+      const form = document.querySelector("form[action='/act']");
+      if (form && !form.began) {
+        form.began = true;
+        form.closest("details").open = true;
+        form.elements.name.value = "run-001";
+        form.querySelector("button").click();
+      }
+      return document.body.innerText.includes("nothing to cancel");
+    })()"""
+    opened = browser.open(f"{acting.address}/run?name=run-000", width=1280, until=until, script=ACCESS)
+    assert opened.value == [] and opened.messages == []
+    assert not (acting.runs.folder / "run-000" / "cancelled").exists()
