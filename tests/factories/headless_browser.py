@@ -48,8 +48,8 @@ CONTRAST = """(() => {
   }
   return {count, found};
 })()"""
-# What axe-core calls serious or moderate: names of controls and pictures, labels, landmarks, headings, scrollable boxes,
-# unique ids, titles of columns. Each fault is the rule and the element.
+# What axe-core calls serious or moderate: names of controls and pictures, labels, landmarks, headings, scrollable
+# boxes, unique ids, titles of columns. Each fault is the rule and the element.
 ACCESS = """(() => {
   const faults = [];
   const fault = (rule, each) => faults.push(`${rule}: ${each.outerHTML.slice(0, 120)}`);
