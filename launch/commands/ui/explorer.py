@@ -140,7 +140,8 @@ def read_form(query: Query, own: Path | None = None) -> Form:
     tokens = given.get("tokens", "").strip()
     if tokens:
         _whole("tokens", tokens)
-    return Form(model, method, card=card, allow=allow, tokens=tokens, **{"seq_len": first.seq_len, **numbers})
+    seq_len = numbers.pop("seq_len", first.seq_len)
+    return Form(model, method, seq_len, card=card, allow=allow, tokens=tokens, **numbers)
 
 
 def _model(model: str) -> str:
@@ -174,12 +175,8 @@ def plan_content(runs: Runs, query: Query) -> Content:
     try:
         form = read_form(query, runs.own_file)
         parts = plan_parts(form, _stamp(runs.own_file))
-        if (
-            runs.nonce is not None
-            and form.model == str(runs.own_file)
-            and form.card == HERE
-            and is_job_file(runs.own_file)
-        ):
+        own, is_here = runs.own_file, form.card == HERE
+        if runs.nonce is not None and own is not None and form.model == str(own) and is_here and is_job_file(own):
             parts = {**parts, "command": parts["command"] + _start_form(runs.nonce, form)}
     except ShardwiseError as error:
         parts = {**_NO_PLAN, "verdict": f'<p class="alert">{lines(short(str(error)))}</p>'}
