@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from threading import Lock
 
 from shardwise.launch.commands.follow import run_cancel
 from shardwise.launch.commands.plan import machines, start_and_repeat
@@ -30,6 +31,7 @@ class Actions:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
+        self._lock = Lock()  # one start at a time, so that two clicks start one training
 
     def act(self, query: Query) -> str:
         """Does what a request names; returns what was done. InputError for anything else."""
@@ -50,9 +52,16 @@ class Actions:
 
     def _start(self, query: Query) -> str:
         command = training_of(read_form(query, self._runs.own_file), self._runs)
+        with self._lock:
+            started = self._begin(command)
+        with suppress(subprocess.TimeoutExpired):
+            started.process.wait(_EARLY_END_S)
+        return f"{command}\n{started.state}"
+
+    def _begin(self, command: str) -> Started:
         if any(each.command == command and each.process.poll() is None for each in self._runs.started):
             raise InputError(f"it runs already: {command}")
-        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
+        output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed with the server
         process = subprocess.Popen(
             [sys.executable, "-m", "shardwise.launch.cli", *shlex.split(command)[1:]],
             stdin=subprocess.DEVNULL,
@@ -61,9 +70,7 @@ class Actions:
             start_new_session=True,
         )
         self._runs.started.append(Started(command, process, output))
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_EARLY_END_S)
-        return f"{command}\n{self._runs.started[-1].state}"
+        return self._runs.started[-1]
 
 
 def training_of(form: Form, runs: Runs) -> str:

@@ -5,7 +5,6 @@ cannot reach a file elsewhere. Files of runs may be damaged or hostile: they are
 regular files of a bounded size, and of a long metrics.jsonl a part of the lines.
 """
 
-import io
 import os
 import subprocess
 import time
@@ -81,9 +80,9 @@ class Started(NamedTuple):
         code = self.process.poll()
         if code is None:
             return "running"
-        size = self.output.seek(0, io.SEEK_END)
-        self.output.seek(max(0, size - _MOST_OUTPUT_BYTES))
-        last = self.output.read().decode(errors="replace").strip().splitlines()[-3:]
+        file = self.output.fileno()
+        content = os.pread(file, _MOST_OUTPUT_BYTES, max(0, os.fstat(file).st_size - _MOST_OUTPUT_BYTES))
+        last = content.decode(errors="replace").strip().splitlines()[-3:]
         return "\n".join((f"ended with {code}" if code else "finished", *(last if code else ())))
 
 

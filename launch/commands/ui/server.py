@@ -200,9 +200,7 @@ class _Request(BaseHTTPRequestHandler):
         if self.server.actions is None:
             self._refuse_method()
             return
-        reply = self._acted(self.server.actions)
-        self._deadline.cancel()
-        self._send(reply)
+        self._send(self._acted(self.server.actions))
 
     def _send(self, reply: Reply) -> None:
         content = redact(printable(reply.body)).encode()
@@ -243,6 +241,7 @@ class _Request(BaseHTTPRequestHandler):
         ):
             return _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a form is short, and has its length")
         body = self.rfile.read(int(size))
+        self._deadline.cancel()  # of the request; an action may take longer
         try:
             query = parse_qs(body.decode(), max_num_fields=_MOST_FIELDS, errors="surrogateescape")
         except ValueError:
@@ -261,8 +260,9 @@ class _Request(BaseHTTPRequestHandler):
             done = actions.act(query)
         except ShardwiseError as error:
             return _refusal(HTTPStatus.CONFLICT, str(error))
-        except OSError as error:
-            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"it could not be done: {error.strerror}")
+        except Exception as error:  # noqa: BLE001 - the last resort: the other pages must go on
+            write_error(f"shardwise ui: internal error: {type(error).__name__}: {error}")
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"it could not be done: {type(error).__name__}")
         return Reply(pages.document(pages.problem("Done", done)))
 
     def _refused_request(self) -> Reply | None:
