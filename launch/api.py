@@ -6,7 +6,6 @@ A job is the path of a job file, the same settings as a dict, or the keywords `m
 """
 
 import html
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from shardwise.launch.commands.convert import chat_process, run_export
+from shardwise.launch.commands.convert import reply_to, run_export
 from shardwise.launch.commands.data import data_lines, prepared_data
 from shardwise.launch.commands.plan import is_job_file, machines, overrides_of, run_name
 from shardwise.launch.commands.train import train as run_training
@@ -31,7 +30,7 @@ from shardwise.trainer.planning.explain.first_screen import first_screen, text_o
 from shardwise.trainer.planning.page.html import fragment_html
 from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, InputProblemsError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, InputProblemsError
 from shardwise.trainer.spec.plan import MemoryEstimate, Plan, SpeedEstimate
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.units import parse_bytes
@@ -210,18 +209,8 @@ def chat(
     checkpoint: str | None = None,
 ) -> str:
     """The trained model's reply to one question, which is one line; the model is loaded for this call alone."""
-    if "\n" in question.strip():
-        raise InputError("question: has several lines; a chat reads each line as a question")
-    argv, environment = chat_process(
-        ChatOptions(_run_dir(run), checkpoint, max_new_tokens, temperature=temperature, system=system)
-    )
-    done = subprocess.run(
-        argv, env=environment, input=f"{question.strip()}\n", capture_output=True, text=True, check=False
-    )
-    if done.returncode != ExitCode.DONE:
-        error = done.stderr.strip().removeprefix("shardwise: ") or f"chat ended with {done.returncode}"
-        raise (InputError if done.returncode == ExitCode.INPUT else EnvironmentFaultError)(error)
-    return done.stdout.strip()
+    options = ChatOptions(_run_dir(run), checkpoint, max_new_tokens, temperature=temperature, system=system)
+    return reply_to(question, options)
 
 
 def _run_dir(run: RunResult | str | Path) -> Path:

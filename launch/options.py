@@ -365,7 +365,9 @@ class UiOptions(Struct, frozen=True):
         int | None, _Argument("--port", type=_port, metavar="N", help="default: 8642, or a free one if that is in use")
     ] = None
     opens_browser: Annotated[bool, _switch("--no-browser", "only print the address", value=False)] = True
-    allows_actions: Annotated[bool, _switch("--allow-actions", "pages may stop runs, and start the job FILE")] = False
+    allows_actions: Annotated[
+        bool, _switch("--allow-actions", "pages may stop runs, ask models, start the job FILE")
+    ] = False
 
 
 class ExportOptions(Struct, frozen=True):

@@ -7,6 +7,8 @@ import pytest
 from typed_command import in_empty_home
 
 import shardwise
+from shardwise.launch.commands.ui.actions import Actions
+from shardwise.launch.commands.ui.runs import Runs
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,8 @@ def test_training_returns_a_run_that_is_reported_exported_and_answers(capsys):
     assert isinstance(shardwise.chat(run, "the cat", max_new_tokens=2, temperature=0), str)
     with pytest.raises(shardwise.ShardwiseError, match="lines"):
         shardwise.chat(run, "the cat\nsat")
+    asked = {"action": ["ask"], "name": ["api"], "question": ["the cat"]}
+    assert Actions(Runs(Path("runs"))).act(asked).startswith("the cat\n\n"), "a page of shardwise ui"
 
 
 @pytest.mark.parametrize(

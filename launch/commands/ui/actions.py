@@ -1,4 +1,4 @@
-"""What pages can do where `--allow-actions` permits it: stop a run, and start the own job of the plan explorer.
+"""What pages can do where `--allow-actions` permits it: stop a run, ask its model, and start the explorer's own job.
 
 A run is stopped by the code of `shardwise cancel`. A training is the command that the explorer shows, as a process of
 its own session, which goes on when the pages end. Names are those of directories that exist; a command comes from the
@@ -12,17 +12,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from threading import Lock
 
+from shardwise.launch.commands.convert import reply_to
 from shardwise.launch.commands.follow import run_cancel
 from shardwise.launch.commands.plan import machines, start_and_repeat
 from shardwise.launch.commands.ui.explorer import HERE, Form, read_form
 from shardwise.launch.commands.ui.pages import Query
 from shardwise.launch.commands.ui.runs import Runs, Started
-from shardwise.launch.options import CancelOptions, parse_command_line
+from shardwise.launch.options import CancelOptions, ChatOptions, parse_command_line
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import InputError
 
+_MOST_REPLY_TOKENS = 256
 _EARLY_END_S = 1.0  # a mistake in the command shows within this time
 
 
@@ -31,24 +34,40 @@ class Actions:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
+        self._asking = Lock()
         self._lock = Lock()  # one start at a time, so that two clicks start one training
 
     def act(self, query: Query) -> str:
         """Does what a request names; returns what was done. InputError for anything else."""
-        known: Mapping[str, Callable[[Query], str]] = {"stop": self._stop, "start": self._start}
+        known: Mapping[str, Callable[[Query], str]] = {"stop": self._stop, "start": self._start, "ask": self._ask}
         action = known.get(query.get("action", [""])[0])
         if action is None:
             raise InputError(f"there is no such action; there are {', '.join(known)}")
         return action(query)
 
     def _stop(self, query: Query) -> str:
+        output = io.StringIO()
+        run_cancel(CancelOptions(str(self._path(query))), Console(output))
+        return output.getvalue()
+
+    def _ask(self, query: Query) -> str:
+        question = query.get("question", [""])[0].strip()
+        if not question:
+            raise InputError("there is no question")
+        path = self._path(query)
+        if not self._asking.acquire(blocking=False):
+            raise InputError("another question is being computed; its model has the memory")
+        try:
+            return f"{question}\n\n{reply_to(question, ChatOptions(path, max_new_tokens=_MOST_REPLY_TOKENS))}"
+        finally:
+            self._asking.release()
+
+    def _path(self, query: Query) -> Path:
         name = query.get("name", [""])[0]
         path = self._runs.names().get(name)
         if path is None:
             raise InputError(f"{name}: there is no such run in {self._runs.folder}")
-        output = io.StringIO()
-        run_cancel(CancelOptions(str(path)), Console(output))
-        return output.getvalue()
+        return path
 
     def _start(self, query: Query) -> str:
         command = training_of(read_form(query, self._runs.own_file), self._runs)

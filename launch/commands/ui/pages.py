@@ -110,6 +110,12 @@ def problem(title: str, reason: str) -> Content:
     return Content(title, f"<h1>{escape(title)}</h1>", {"problem": f'<p class="card">{lines(reason)}</p>'})
 
 
+def outcome(text: str, name: str) -> Content:
+    """What an action did, with the way back to its run."""
+    back = f'<p><a href="{escape(_address("/run", name=name))}">Back to {escape(name)}</a></p>' if name else ""
+    return Content("Done", "<h1>Done</h1>", {"outcome": f'<div class="card"><p>{lines(text)}</p>{back}</div>'})
+
+
 def lines(text: str) -> str:
     """Escaped text with its line breaks."""
     return "<br>".join(escape(line) for line in text.splitlines())
@@ -289,7 +295,7 @@ def run_content(runs: Runs, query: Query) -> Content:
         charts[key] = replace(section, blocks=tuple(blocks))
     parts = {
         "live": _tiles(whole),
-        "actions": _stop_form(runs.nonce, name) if whole.is_live else "",
+        "actions": _stop_form(runs.nonce, name) if whole.is_live else _ask_form(runs.nonce, name, whole.run),
         "incidents": section_html(sections["incidents"], "card") if "incidents" in sections else "",
         "charts": "".join(section_html(section, "card") for section in charts.values() if section.blocks),
         "figures": "".join(section_html(section, "card") for section in others),
@@ -316,8 +322,19 @@ def _stop_form(nonce: str | None, name: str) -> str:
     return action_form(nonce, "stop", "Stop this run", text, {"name": name})
 
 
-def action_form(nonce: str | None, action: str, title: str, text: str, fields: Mapping[str, str]) -> str:
-    """A folded form with a button; nothing without a nonce, where actions are not allowed."""
+def _ask_form(nonce: str | None, name: str, run: RecordedRun) -> str:
+    """A question to the exported model of a run that has ended."""
+    if not (run.run_dir / "export").is_dir():
+        return ""
+    text = "The model is loaded for each question, which can take a minute, and has no memory of earlier ones."
+    field = '<label>Question <input name="question" required maxlength="1000" size="60" autocomplete="off"></label> '
+    return action_form(nonce, "ask", "Ask the model", text, {"name": name}, field)
+
+
+def action_form(
+    nonce: str | None, action: str, title: str, text: str, fields: Mapping[str, str], more: str = ""
+) -> str:
+    """A folded form with a button; nothing without a nonce, where actions are not allowed. `more` is HTML."""
     if nonce is None:
         return ""
     hidden = "".join(
@@ -326,7 +343,7 @@ def action_form(nonce: str | None, action: str, title: str, text: str, fields: M
     )
     return (
         f'<details class="card action" data-id="{action}"><summary>{title}</summary><p>{text}</p>'
-        f'<form method="post" action="{ACT}">{hidden}<button>{title}</button></form></details>'
+        f'<form method="post" action="{ACT}">{hidden}{more}<button>{title}</button></form></details>'
     )
 
 

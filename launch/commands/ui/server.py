@@ -263,7 +263,7 @@ class _Request(BaseHTTPRequestHandler):
         except Exception as error:  # noqa: BLE001 - the last resort: the other pages must go on
             write_error(f"shardwise ui: internal error: {type(error).__name__}: {error}")
             return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"it could not be done: {type(error).__name__}")
-        return Reply(pages.document(pages.problem("Done", done)))
+        return Reply(pages.document(pages.outcome(done, query.get("name", [""])[0])))
 
     def _refused_request(self) -> Reply | None:
         host = self._refused_host()

@@ -55,7 +55,9 @@
         ? document.activeElement.dataset.id || document.activeElement.id : "";
       const opened = new Set([...part.querySelectorAll("details[open]")].map((each) => each.dataset.id));
       const checked = new Set([...part.querySelectorAll("input:checked")].map((each) => each.value));
+      const typed = new Map([...part.querySelectorAll("input[maxlength]")].map((each) => [each.name, each.value]));
       part.innerHTML = html;
+      for (const each of part.querySelectorAll("input[maxlength]")) each.value = typed.get(each.name) ?? "";
       for (const each of part.querySelectorAll("details")) each.open = opened.has(each.dataset.id);
       for (const each of part.querySelectorAll("input[type=checkbox]")) each.checked = checked.has(each.value);
       if (focused) (part.querySelector(`[data-id="${CSS.escape(focused)}"]`) || document.getElementById(focused))?.focus();

@@ -442,3 +442,15 @@ def test_a_started_job_is_a_process_of_its_own_whose_end_stands_in_the_list(acti
     assert started.process.wait(timeout=60) not in (None, 0)
     listed = ask(acting, "/").text
     assert f"ended with {started.process.returncode}" in listed and "data.eval" in listed
+
+
+def test_the_model_of_a_run_that_ended_is_asked_where_the_run_exported_one(acting: UiServer):
+    run = acting.runs.folder / "good"
+    assert "Ask the model" not in ask(acting, "/run?name=good").text
+    (run / "export").mkdir()
+    page = ask(acting, "/run?name=good").text
+    assert "Ask the model" in page and 'name="question" required' in page
+    asking = {"action": "ask", "name": "good"}
+    refused = [act(acting, {**asking, "question": text}) for text in ("", "two\nlines")]
+    refused.append(act(acting, {"action": "ask", "name": "none", "question": "why"}))
+    assert [each.status for each in refused] == [409] * 3
