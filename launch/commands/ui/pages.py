@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlencode
@@ -156,11 +157,10 @@ def _started(command: str, state: str) -> str:
 
 def _offered(found: Iterable[Summary]) -> list[str]:
     """Settings that are not the same in all runs, and those that are looked at most."""
-    seen: dict[str, set[str]] = {}
-    for run in found:
-        for name, value in run.settings.items():
-            seen.setdefault(name, set()).add(setting_text(value))
-    return [name for name, values in seen.items() if len(values) > 1 or name in _USUAL_SETTINGS]
+    jobs = [run.settings for run in found if run.settings]
+    first = jobs[0] if jobs else {}
+    differing = {name for job in jobs for name, value in job.items() if value != first.get(name)}
+    return [name for name in dict.fromkeys(chain(*jobs)) if name in differing or name in _USUAL_SETTINGS]
 
 
 def _picker(offered: Iterable[str], columns: Sequence[str]) -> str:
