@@ -1,11 +1,11 @@
 """The functions behind `import shardwise`: the same steps as the command line, with values instead of text.
 
 A job is the path of a job file, the same settings as a dict, or the keywords `model`, `data`, `method`, `seq_len` and
-`allow`. Results are values with documented fields, shown as the text of the command; a notebook gets it escaped.
+`allow`. Results are values with documented fields, shown as the text of the command; a notebook shows the page of
+`--html`, with the curve of the loss.
 """
 
 import html
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from shardwise.launch.commands.convert import chat_process, run_export
+from shardwise.launch.commands.convert import reply_to, run_export
 from shardwise.launch.commands.data import data_lines, prepared_data
 from shardwise.launch.commands.plan import is_job_file, machines, overrides_of, run_name
 from shardwise.launch.commands.train import train as run_training
@@ -27,9 +27,10 @@ from shardwise.launch.show.recorded_run import read_recorded
 from shardwise.launch.show.report import render_report
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
+from shardwise.trainer.planning.page.html import fragment_html
 from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.data.profile import DataProfile
-from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, InputProblemsError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, InputProblemsError
 from shardwise.trainer.spec.plan import MemoryEstimate, Plan, SpeedEstimate
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.units import parse_bytes
@@ -54,7 +55,11 @@ class PlanResult(Plan, frozen=True, kw_only=True):
         return text_of(first_screen(self))
 
     def _repr_html_(self) -> str:
-        return _preformatted(str(self))
+        """Its page: the verdict, memory, speed and methods, and everything else folded."""
+        from shardwise.trainer.planning.explain.plan_page import plan_page
+
+        verdict, *_ = str(self).splitlines()
+        return fragment_html(plan_page(self), title=verdict, shown=("memory", "speed", "methods"))
 
 
 class RunResult(Report, frozen=True, kw_only=True):
@@ -67,7 +72,14 @@ class RunResult(Report, frozen=True, kw_only=True):
         return render_report(self, run_dir=Path(self.run_dir), recommended=self.recommendations)
 
     def _repr_html_(self) -> str:
-        return _preformatted(str(self))
+        """Its page: figures and curves of the loss, and everything else folded; text if the directory is missing."""
+        from shardwise.launch.show.run_page import run_page
+
+        run = read_recorded(Path(self.run_dir))
+        if run.report is None:
+            return _preformatted(str(self))
+        page = run_page(run)
+        return fragment_html(page, title=page.title, shown=("end", "figures", "loss", "help", "sample"))
 
 
 class DataResult(DataProfile, frozen=True, kw_only=True):
@@ -197,18 +209,8 @@ def chat(
     checkpoint: str | None = None,
 ) -> str:
     """The trained model's reply to one question, which is one line; the model is loaded for this call alone."""
-    if "\n" in question.strip():
-        raise InputError("question: has several lines; a chat reads each line as a question")
-    argv, environment = chat_process(
-        ChatOptions(_run_dir(run), checkpoint, max_new_tokens, temperature=temperature, system=system)
-    )
-    done = subprocess.run(
-        argv, env=environment, input=f"{question.strip()}\n", capture_output=True, text=True, check=False
-    )
-    if done.returncode != ExitCode.DONE:
-        error = done.stderr.strip().removeprefix("shardwise: ") or f"chat ended with {done.returncode}"
-        raise (InputError if done.returncode == ExitCode.INPUT else EnvironmentFaultError)(error)
-    return done.stdout.strip()
+    options = ChatOptions(_run_dir(run), checkpoint, max_new_tokens, temperature=temperature, system=system)
+    return reply_to(question, options)
 
 
 def _run_dir(run: RunResult | str | Path) -> Path:
@@ -221,7 +223,7 @@ def _as(kind: type[_S], value: msgspec.Struct, **further: object) -> _S:
 
 
 def _preformatted(text: str) -> str:
-    return f"<pre>{html.escape(text)}</pre>"
+    return f'<pre style="font-family: monospace">{html.escape(text)}</pre>'
 
 
 def _options(

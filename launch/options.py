@@ -353,12 +353,21 @@ class ReportOptions(Struct, frozen=True):
 
 class UiOptions(Struct, frozen=True):
     folder: Annotated[
-        Path, _Argument(type=Path, nargs="?", metavar="FOLDER", help="of runs, or one run; default: runs")
+        Path,
+        _Argument(
+            type=Path,
+            nargs="?",
+            metavar="FOLDER|FILE",
+            help="runs, or one run; default: runs; a job or a config.json opens the plan explorer with it",
+        ),
     ] = Path("runs")
     port: Annotated[
         int | None, _Argument("--port", type=_port, metavar="N", help="default: 8642, or a free one if that is in use")
     ] = None
     opens_browser: Annotated[bool, _switch("--no-browser", "only print the address", value=False)] = True
+    allows_actions: Annotated[
+        bool, _switch("--allow-actions", "pages may stop runs, ask models, start the job FILE")
+    ] = False
 
 
 class ExportOptions(Struct, frozen=True):

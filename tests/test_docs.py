@@ -38,7 +38,7 @@ def test_the_readme_is_short():
     assert len(README.split()) <= 900
 
 
-@pytest.mark.parametrize("name", ["commands", "support_matrix", "zoo_page"])
+@pytest.mark.parametrize("name", ["commands", "support_matrix", "zoo_page", "gpu_figures"])
 def test_the_tables_of_options_and_of_what_goes_together_are_those_of_the_program(name: str):
     """A change of options is one for users: it belongs in CHANGELOG.md. To mend it: benchmarks/NAME.py --write"""
     page = benchmark(name)

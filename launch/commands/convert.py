@@ -175,6 +175,20 @@ def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
         raise EnvironmentFaultError(f"chat: the process that held the model ended with {exit_code}") from None
 
 
+def reply_to(question: str, options: ChatOptions) -> str:
+    """The model's reply to one question of one line, from a process of its own; ShardwiseError if there is none."""
+    if "\n" in question.strip():
+        raise InputError("question: has several lines; a chat reads each line as a question")
+    argv, environment = chat_process(options)
+    done = subprocess.run(
+        argv, env=environment, input=f"{question.strip()}\n", capture_output=True, text=True, check=False
+    )
+    if done.returncode != ExitCode.DONE:
+        error = done.stderr.strip().removeprefix("shardwise: ") or f"chat ended with {done.returncode}"
+        raise (InputError if done.returncode == ExitCode.INPUT else EnvironmentFaultError)(error)
+    return done.stdout.strip()
+
+
 def chat_process(options: ChatOptions) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of the process that holds the model; InputError where there is no model."""
     export = options.run_dir / "export"

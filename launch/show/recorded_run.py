@@ -39,6 +39,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 1
     loss: float | None = None
     eval_loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens: int | None = None
     step_s: float | None = None
     data_s: float | None = None
     forward_s: float | None = None
@@ -55,7 +58,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     memory_reserved_bytes: int | None = None
     memory_peak_bytes: int | None = None
     memory_device_bytes: int | None = None
+    mfu: float | None = None
     gpu_utilization: float | None = None
+    gpu_power_w: float | None = None
+    gpu_temperature_c: float | None = None
     gpu_throttle: str | None = None
     skipped: bool | None = None
     skipped_rows: tuple[int, ...] | None = None

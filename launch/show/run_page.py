@@ -10,9 +10,11 @@ Losses are compared only if the data is the same; time, speed and memory always.
 curve.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -53,6 +55,8 @@ from shardwise.trainer.planning.page.content import (
 from shardwise.trainer.planning.page.html import averaged, thinned
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec.hardware import Gpu
+from shardwise.trainer.spec.job.fields import job_tree
+from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import AttemptRecord, Ending, MemoryPoint
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
@@ -74,7 +78,10 @@ def run_page(run: RecordedRun, *, smoothing: float = 0.0) -> Page:
         "figures": _section("predicted and measured", _comparison(run)),
         "loss": _section("loss", [loss_chart(run, smoothing=smoothing)] if run.curve else []),
         "throughput": _section("throughput", [throughput_chart(run)] if run.curve else []),
+        "gradients": _section("gradient norm", _charts(gradient_chart(run))),
+        "lr": _section("learning rate", _charts(lr_chart(run))),
         "step": _section("time of a step", _step_time(run)),
+        "device": _section("use of a device", _charts(*device_charts(run))),
         "memory": _section("memory of a device", _memory(run)),
         "incidents": _section("incidents", _incidents(run)),
         "attempts": _section("attempts", _attempts(run)),
@@ -87,6 +94,11 @@ def run_page(run: RecordedRun, *, smoothing: float = 0.0) -> Page:
     named = tuple(replace(section, name=name) for name, section in sections.items() if section is not None)
     title = run.run_dir.name if run.plan is None else f"{run.run_dir.name}: {run_text(run.plan)}"
     return Page(title=title, sections=named)
+
+
+def _charts(*charts: LineChart) -> list[Block]:
+    """The charts that have a line."""
+    return [chart for chart in charts if chart.series]
 
 
 def run_text(plan: Plan) -> str:
@@ -250,6 +262,41 @@ def loss_chart(run: RecordedRun, *, smoothing: float = 0.0) -> LineChart:
     return _chart(run, "training and held-out loss", Unit.NUMBER, tuple(lines), from_zero=False)
 
 
+def gradient_chart(run: RecordedRun) -> LineChart:
+    """Norm of the gradients before clipping, with the norm to which they are clipped."""
+    measured = _measured(("gradient norm", points_of(run, lambda step: step.grad_norm)))
+    clip = None if run.plan is None else run.plan.job.train.clip
+    level = _level("clipped to", clip, measured[0].points) if measured else ()
+    return _chart(run, "norm of the gradients before clipping", Unit.NUMBER, (*measured, *level))
+
+
+def lr_chart(run: RecordedRun) -> LineChart:
+    """Learning rate of each step."""
+    series = _measured(("learning rate", points_of(run, lambda step: step.lr)))
+    return _chart(run, "learning rate", Unit.NUMBER, series)
+
+
+def device_charts(run: RecordedRun) -> tuple[LineChart, ...]:
+    """Shares of use, power and temperature of the device of rank 0; without a line where they are not measured."""
+    shares = _measured(
+        ("GPU busy", points_of(run, lambda step: step.gpu_utilization)),
+        ("MFU", points_of(run, lambda step: step.mfu)),
+        ("padding", points_of(run, lambda step: step.padding_share or None)),
+    )
+    power = _measured(("power", points_of(run, lambda step: step.gpu_power_w)))
+    heat = _measured(("temperature", points_of(run, lambda step: step.gpu_temperature_c)))
+    return (
+        _chart(run, "GPU busy, model FLOPs utilisation, padding", Unit.SHARE, shares),
+        _chart(run, "power of the GPU in watts", Unit.NUMBER, power),
+        _chart(run, "temperature of the GPU in degrees Celsius", Unit.NUMBER, heat, from_zero=False),
+    )
+
+
+def _measured(*curves: tuple[str, Points]) -> tuple[Series, ...]:
+    """The lines that have a figure."""
+    return tuple(Series(name=name, points=points) for name, points in curves if points)
+
+
 def smoothed(run: RecordedRun, weight: float) -> Points:
     """The exponential mean of the training loss, without the bias of its start; a loss that is no number is a gap."""
     mean, total, points = 0.0, 0.0, []
@@ -276,7 +323,12 @@ def step_parts_chart(run: RecordedRun) -> LineChart:
         if any(part_of(step) for step in steps)
     ]
     return LineChart(
-        caption="seconds of a step", x_label="step", unit=Unit.SECONDS, series=tuple(series), is_stacked=True
+        caption="seconds of a step",
+        x_label=STEP_LABEL,
+        unit=Unit.SECONDS,
+        series=tuple(series),
+        is_stacked=True,
+        clips=True,
     )
 
 
@@ -289,7 +341,7 @@ def memory_chart(run: RecordedRun) -> LineChart:
     )
     measured = [Series(name=name, points=points) for name, points in curves if any(y for _, y in points)]
     if not measured:
-        return LineChart(caption="memory", x_label="step", unit=Unit.BYTES, series=())
+        return LineChart(caption="memory", x_label=STEP_LABEL, unit=Unit.BYTES, series=())
     highest = max(y for series in measured for _, y in series.points if y is not None)
     series = [*measured, *_level("predicted peak", run.predicted.memory.peak_allocated_bytes, measured[0].points)]
     usable = None if run.candidate is None else run.candidate.memory.usable_bytes
@@ -301,9 +353,74 @@ def memory_chart(run: RecordedRun) -> LineChart:
 def _chart(
     run: RecordedRun, caption: str, unit: Unit, series: tuple[Series, ...], *, from_zero: bool = True
 ) -> LineChart:
-    """A chart over the steps of a run, with its marks."""
+    """A chart over the steps of a run, with its marks; a peak of memory, unlike other values, always sets the scale."""
     return LineChart(
-        caption=caption, x_label="step", unit=unit, series=series, marks=marks_of(run), from_zero=from_zero
+        caption=caption,
+        x_label=STEP_LABEL,
+        unit=unit,
+        series=series,
+        marks=marks_of(run),
+        from_zero=from_zero,
+        clips=unit is not Unit.BYTES,
+    )
+
+
+STEP_LABEL = "step"  # of the x axis of a chart over the steps
+
+
+class XAxis(StrEnum):
+    """The x axis of the charts over a run."""
+
+    STEPS = "steps"
+    TOKENS = "tokens"
+    TIME = "time"
+
+
+class _Places(NamedTuple):
+    """Steps in ascending order, and where each is on another axis."""
+
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def of(self, step: float) -> float:
+        """The place of a step, between two known ones in proportion; the last one for a later step."""
+        after = bisect_right(self.steps, step)
+        if after == len(self.steps):
+            return self.values[-1]
+        begin, end = (self.steps[after - 1], self.steps[after]) if after else (0.0, self.steps[0])
+        low, high = (self.values[after - 1], self.values[after]) if after else (0.0, self.values[0])
+        return low + (high - low) * (step - begin) / (end - begin) if end > begin else high
+
+
+def _places(run: RecordedRun, axis: XAxis) -> _Places | None:
+    """The places of the steps; None if the steps lack the figure. A step that has no line took as long as the next."""
+    found: dict[float, float] = {}
+    total, last, highest = 0.0, 0, 0.0
+    for step in run.curve:
+        if axis is XAxis.TOKENS:
+            value = None if step.tokens is None else float(step.tokens)
+        else:
+            total += (step.step - last) * (step.step_s or 0.0)
+            value, last = total, step.step
+        if value is not None and value >= highest:
+            found[float(step.step)] = highest = value
+    return _Places(tuple(found), tuple(found.values())) if highest > 0 else None
+
+
+def on_axis(chart: LineChart, run: RecordedRun, axis: XAxis) -> LineChart:
+    """A chart over the steps of a run on another axis; as it is if the run lacks the figure."""
+    places = None if axis is XAxis.STEPS or chart.x_label != STEP_LABEL else _places(run, axis)
+    return chart if places is None else _moved(chart, places, axis)
+
+
+def _moved(chart: LineChart, places: _Places, axis: XAxis) -> LineChart:
+    series = [replace(each, points=tuple((places.of(x), y) for x, y in each.points)) for each in chart.series]
+    return replace(
+        chart,
+        x_label="tokens" if axis is XAxis.TOKENS else "time in steps",
+        x_unit=Unit.COUNT if axis is XAxis.TOKENS else Unit.SECONDS,
+        series=tuple(series),
+        marks=tuple(replace(mark, at=places.of(mark.at)) for mark in chart.marks),
     )
 
 
@@ -371,17 +488,18 @@ def _end_text(record: AttemptRecord) -> str:
     return f"{end} at step {record.step}"
 
 
-def comparison_page(runs: Sequence[RecordedRun]) -> Page:
-    """The runs side by side."""
+def comparison_page(runs: Sequence[RecordedRun], *, axis: XAxis = XAxis.STEPS) -> Page:
+    """The runs side by side, their curves over `axis`."""
     labels = labels_of(runs)
+    curves = _Curves(runs, labels, axis)
     sections = (
         Section(title="figures (* the best)", blocks=tuple(_figures(runs, labels))),
         Section(title="what differs", blocks=tuple(_differences(runs, labels))),
         Section(title="predicted and measured", blocks=tuple(_predictions(runs, labels))),
-        _curves("held-out loss", runs, labels, held_out_points, Unit.NUMBER),
-        _curves("training loss", runs, labels, lambda run: points_of(run, lambda step: step.loss), Unit.NUMBER),
-        _curves("tokens/s of all devices", runs, labels, _rate_points, Unit.COUNT),
-        _curves("peak memory of a device", runs, labels, _peak_points, Unit.BYTES),
+        curves.section("held-out loss", held_out_points, Unit.NUMBER),
+        curves.section("training loss", lambda run: points_of(run, lambda step: step.loss), Unit.NUMBER),
+        curves.section("tokens/s of all devices", _rate_points, Unit.COUNT),
+        curves.section("peak memory of a device", _peak_points, Unit.BYTES),
         Section(title="what would help", blocks=tuple(_recommended(runs, labels))),
     )
     return Page(
@@ -483,7 +601,9 @@ def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
     if not keys:
         return
     first = keys[:_MOST_SETTINGS]
-    rows = [(label, *(shown(job.get(key), _setting) for key in first)) for label, job in zip(labels, jobs, strict=True)]
+    rows = [
+        (label, *(shown(job.get(key), setting_text) for key in first)) for label, job in zip(labels, jobs, strict=True)
+    ]
     yield Table(rows=(("run", *first), *rows))
     if len(keys) > _MOST_SETTINGS:
         yield Sentence(text=f"and {', '.join(keys[_MOST_SETTINGS:])}")
@@ -504,42 +624,77 @@ def _predictions(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
         yield Table(rows=(header, *rows), right=tuple(range(1, 7)))
 
 
-def _setting(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def settings_of(job: Job) -> dict[str, Any]:
+    """Every setting of a job by its path in a job file."""
+    return dict(_flattened(job_tree(job), excluded=()))
 
 
-def _flattened(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401  # a tree of builtins
+def settings_table(job: Job) -> Table:
+    """The settings of a job that differ from the defaults."""
+    given, usual = settings_of(job), settings_of(Job())
+    changed = [
+        (name, setting_text(value), setting_text(usual.get(name)))
+        for name, value in given.items()
+        if value != usual.get(name)
+    ]
+    return Table(rows=(("setting", "value", "default"), *changed))
+
+
+def setting_text(value: object) -> str:
+    """A value of a setting in a table."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(setting_text, value)) or "none"
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _flattened(
+    value: Any,  # noqa: ANN401  # a tree of builtins
+    key: str = "",
+    *,
+    excluded: Sequence[str] = _NOT_COMPARED,
+) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict) or not value:
         yield key, value
         return
     for name, part in value.items():
-        if key or name not in _NOT_COMPARED:
+        if key or name not in excluded:
             yield from _flattened(part, f"{key}.{name}" if key else name)
 
 
-def _curves(
-    caption: str,
-    runs: Sequence[RecordedRun],
-    labels: Sequence[str],
-    points: Callable[[RecordedRun], Points],
-    unit: Unit,
-) -> Section | None:
-    """One line for each run; None if no run has the figure."""
-    curves = [(label, points(run)) for run, label in zip(runs, labels, strict=True)]
-    lines = [Series(name=label, points=each) for label, each in curves if any(y is not None for _, y in each)]
-    if not lines:
-        return None
-    chart = LineChart(
-        caption=caption,
-        x_label="step",
-        unit=unit,
-        series=tuple(lines[:_MOST_CURVES]),
-        from_zero=unit is not Unit.NUMBER,
-    )
-    blocks: tuple[Block, ...] = (chart,)
-    if len(lines) > _MOST_CURVES:
-        blocks = (Sentence(text=f"the first {_MOST_CURVES} of {len(lines)} runs"), chart)
-    return Section(title=caption, blocks=blocks)
+class _Curves(NamedTuple):
+    """Runs whose figures are drawn over one another."""
+
+    runs: Sequence[RecordedRun]
+    labels: Sequence[str]
+    axis: XAxis
+
+    def section(self, caption: str, points: Callable[[RecordedRun], Points], unit: Unit) -> Section | None:
+        """One line for each run; None if no run has the figure. Runs are on the other axis if all of them have it."""
+        curves = [(label, run, points(run)) for run, label in zip(self.runs, self.labels, strict=True)]
+        known = [each for each in curves if any(y is not None for _, y in each[2])]
+        if not known:
+            return None
+        axis = self.axis if all(_places(run, self.axis) is not None for _, run, _ in known) else XAxis.STEPS
+        charts = [
+            on_axis(
+                LineChart(
+                    caption=caption,
+                    x_label=STEP_LABEL,
+                    unit=unit,
+                    series=(Series(name=label, points=each),),
+                    from_zero=unit is not Unit.NUMBER,
+                    clips=unit is not Unit.BYTES,
+                ),
+                run,
+                axis,
+            )
+            for label, run, each in known[:_MOST_CURVES]
+        ]
+        chart = replace(charts[0], series=tuple(series for each in charts for series in each.series))
+        blocks: tuple[Block, ...] = (chart,)
+        if len(known) > _MOST_CURVES:
+            blocks = (Sentence(text=f"the first {_MOST_CURVES} of {len(known)} runs"), chart)
+        return Section(title=caption, blocks=blocks)
 
 
 def _recommended(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:

@@ -7,6 +7,8 @@ import pytest
 from typed_command import in_empty_home
 
 import shardwise
+from shardwise.launch.commands.ui.actions import Actions
+from shardwise.launch.commands.ui.runs import Runs
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +42,13 @@ def test_a_dict_is_a_job():
         shardwise.plan({**job, "train": {"stepz": 3}})
 
 
-def test_a_notebook_shows_text_that_is_escaped():
+def test_a_notebook_shows_the_page_of_a_plan_with_text_that_is_escaped():
     plan = shardwise.plan(
         {"model": {"config": "model", "tokenizer": "train"}, "data": {"train": "text"}}, "train.seq_len=32"
     )
     shown = msgspec.structs.replace(plan, warnings=("<script>alert(1)</script> & more",))._repr_html_()
-    assert shown.startswith("<pre>") and shown.endswith("</pre>")
-    assert "&lt;script&gt;" in shown and "<script>" not in shown
+    assert shown.startswith('<div class="shardwise">') and shown.endswith("</div>")
+    assert "fits" in shown and "<svg" in shown and "&lt;script&gt;" in shown and "<script>" not in shown
 
 
 def test_training_returns_a_run_that_is_reported_exported_and_answers(capsys):
@@ -58,13 +60,16 @@ def test_training_returns_a_run_that_is_reported_exported_and_answers(capsys):
     printed = capsys.readouterr().out
     assert "step 2 of 2" in printed and "\x1b" not in printed and "\r" not in printed
     assert shardwise.report(run.run_dir).step == 2
-    assert "finished at step 2" in run._repr_html_()
+    shown = run._repr_html_()
+    assert "finished at step 2" in shown and 'aria-label="training and held-out loss"' in shown
     exported, final = (shardwise.export(run, "exported", check=False), Path("runs", "api", "export"))
     assert (exported / "config.json").is_file()
     assert (exported / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
     assert isinstance(shardwise.chat(run, "the cat", max_new_tokens=2, temperature=0), str)
     with pytest.raises(shardwise.ShardwiseError, match="lines"):
         shardwise.chat(run, "the cat\nsat")
+    asked = {"action": ["ask"], "name": ["api"], "question": ["the cat"]}
+    assert Actions(Runs(Path("runs"))).act(asked).startswith("the cat\n\n"), "a page of shardwise ui"
 
 
 @pytest.mark.parametrize(

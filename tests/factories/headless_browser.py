@@ -22,6 +22,89 @@ _INSTALL = "apt-get install -y --no-install-recommends chromium"
 _PATIENCE_S = 60
 _MESSAGES = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
 
+# Text whose contrast with its background is below WCAG 2.2 AA: 4.5, and 3 for large text.
+CONTRAST = """(() => {
+  const parse = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return {c: [r, g, b], a}; };
+  const light = (c) => c.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const over = (top, below) => top.c.map((v, i) => v * top.a + below[i] * (1 - top.a));
+  const ground = (each) => {
+    const layers = [];
+    for (let at = each; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
+    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
+  };
+  const found = [];
+  let count = 0;
+  for (const each of document.querySelectorAll("body *")) {
+    const text = [...each.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data.trim()).join("");
+    if (!(text || each.matches("input, select")) || each.disabled || each.matches("option")) continue;
+    if (!each.checkVisibility()) continue;
+    const style = getComputedStyle(each), size = parseFloat(style.fontSize);
+    const below = ground(each), ink = parse(each.closest("svg") ? style.fill : style.color);
+    const [one, two] = [light(over(ink, below)), light(below)].sort((a, b) => b - a);
+    const least = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700) ? 3 : 4.5;
+    count += 1;
+    if ((one + 0.05) / (two + 0.05) < least) found.push(`${each.tagName} ${each.className}: ${text} ${ink.c} ${below}`);
+  }
+  return {count, found};
+})()"""
+# What axe-core calls serious or moderate: names of controls and pictures, labels, landmarks, headings, scrollable
+# boxes, unique ids, titles of columns. Each fault is the rule and the element.
+ACCESS = """(() => {
+  const faults = [];
+  const fault = (rule, each) => faults.push(`${rule}: ${each.outerHTML.slice(0, 120)}`);
+  const all = (selector) => [...document.querySelectorAll(selector)].filter((each) => each.checkVisibility());
+  const named = (each) => (each.getAttribute("aria-label") || each.title || each.textContent || "").trim();
+  const labelled = (each) => [...(each.labels ?? [])].some((label) => label.textContent.trim());
+  if (!document.documentElement.lang) fault("html-has-lang", document.documentElement);
+  if (!document.title.trim()) fault("document-title", document.head);
+  if (document.querySelectorAll("main").length !== 1) fault("landmark-one-main", document.body);
+  if (all("h1").length !== 1) fault("page-has-heading-one", document.body);
+  for (const each of all("svg[role=img]")) {
+    if (!each.getAttribute("aria-label") && !each.querySelector(":scope > title")) fault("svg-img-alt", each);
+  }
+  for (const each of all("svg:not([role]):not([aria-hidden])")) {
+    if (!each.closest("svg[role=img]") && !each.closest(".chart")) fault("svg-role", each);
+  }
+  for (const each of all("img:not([alt])")) fault("image-alt", each);
+  for (const each of all("a[href], button, summary")) {
+    if (!named(each) && !each.querySelector("img[alt]:not([alt=''])")) fault("control-name", each);
+  }
+  for (const each of all("input:not([type=hidden]), select, textarea")) {
+    if (!named(each) && !labelled(each)) fault("label", each);
+  }
+  for (const each of all("th")) if (!named(each)) fault("empty-table-header", each);
+  for (const each of all("[aria-sort]")) {
+    const isKnown = ["none", "ascending", "descending"].includes(each.getAttribute("aria-sort"));
+    if (!isKnown) fault("aria-valid-attr-value", each);
+  }
+  for (const each of all("[tabindex='0'], [role=group], [role=region]")) {
+    if (!each.getAttribute("role") && !named(each)) fault("focusable-name", each);
+    if (each.getAttribute("role") && !each.getAttribute("aria-label")) fault("aria-label", each);
+  }
+  for (const each of all("*")) {
+    const style = getComputedStyle(each);
+    const scrolls = ["auto", "scroll"].includes(style.overflowX) && each.scrollWidth > each.clientWidth + 1;
+    if (scrolls && each.tabIndex < 0 && !each.querySelector("a, button, input, select, [tabindex='0']")) {
+      fault("scrollable-region-focusable", each);
+    }
+  }
+  for (const each of all("summary a, summary button, button a, a button")) fault("nested-interactive", each);
+  const ids = [...document.querySelectorAll("[id]")].map((each) => each.id);
+  for (const id of new Set(ids)) if (ids.filter((each) => each === id).length > 1) faults.push(`duplicate-id: ${id}`);
+  let level = 0;
+  for (const each of all("h1, h2, h3, h4")) {
+    const now = Number(each.tagName[1]);
+    if (now > level + 1) fault("heading-order", each);
+    level = now;
+  }
+  const landmarks = "main, header, nav, footer, script, .skip";
+  for (const each of document.body.children) {
+    if (!each.matches(landmarks) && each.textContent.trim()) fault("region", each);
+  }
+  return faults;
+})()"""
+
 
 class Opened(NamedTuple):
     """What came of opening a page."""

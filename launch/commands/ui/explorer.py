@@ -1,8 +1,9 @@
 """The plan explorer: a model, a method, a length and cards in a form, and at once what fits and how long it would run.
 
 The form is written as a command line, which the program's own parser reads. So the page shows what `shardwise plan`
-prints for that line, and the line can be pasted. Models and cards are those of the package's tables; nothing is
-downloaded, and no path of a form is opened.
+prints for that line, and the line can be pasted. Cards are those of the package's table, models those of its table, a
+repository of the hub, or the one file that the command line of `shardwise ui` names: a job or a config.json. No path of
+a form is opened.
 """
 
 import re
@@ -10,14 +11,25 @@ import shlex
 from collections.abc import Sequence
 from functools import lru_cache
 from html import escape
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from msgspec.structs import replace
 
-from shardwise.launch.commands.plan import machines, plan_command, start_and_repeat
-from shardwise.launch.commands.ui.pages import Content, Query, badge, bar, folded_html, lines, section_html, tile
+from shardwise.launch.commands.plan import is_job_file, machines, plan_command, start_and_repeat
+from shardwise.launch.commands.ui.pages import (
+    Content,
+    Query,
+    action_form,
+    badge,
+    bar,
+    folded_html,
+    lines,
+    section_html,
+    tile,
+)
 from shardwise.launch.commands.ui.runs import Runs
 from shardwise.launch.commands.ways_out import WayOut, ways_out
 from shardwise.launch.commands.ways_out import page as no_plan_page
@@ -35,13 +47,15 @@ from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, time_error
 from shardwise.trainer.planning.tables.gpu_names import match_card
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
-from shardwise.trainer.spec.errors import InputError, NothingFitsError
+from shardwise.trainer.spec.errors import InputError, NothingFitsError, ShardwiseError
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds, parse_count
+from shardwise.trainer.spec.value import complete
 
 _COUNT = re.compile(r"\s*[0-9_.]{1,20}\s*[A-Za-z]?\s*")  # without an exponent, which can stand for a very long number
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*(\.[\w-]+)*/[A-Za-z0-9][\w-]*(\.[\w-]+)*", re.ASCII)
 HERE = "here"  # in place of a card: this machine
 METHODS = ("auto", *(method.value for method in Method))
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -49,6 +63,22 @@ MOST = {"seq_len": 10**7, "gpus": 16, "nodes": 1024, "tokens": 10**16, "take": 9
 _FOLDED = ("choice", "memory", "speed", "why", "runners-up", "opt-ins", "fallbacks", "rejected", "notes")
 _NO_PLAN = dict.fromkeys(("verdict", "memory", "ways", "command", "more"), "")
 _BY_DEFAULT = (Allowance.COMPILE, Allowance.OFFLOAD_CPU)  # of which opting in changes nothing
+_OPT_INS = complete(
+    Allowance,
+    {
+        Allowance.OFFLOAD_CPU: "State may move to host RAM: slower, and larger models fit.",
+        Allowance.OFFLOAD_NVME: "State may move to a local NVMe disk: slower than host RAM, which it saves.",
+        Allowance.OPTIMIZER_8BIT: "Optimizer state may have 8 bits: a quarter of its memory, nearly the same updates.",
+        Allowance.OPTIMIZER_APPROX: "Another optimizer may be used, with less state and its own learning rate.",
+        Allowance.BF16_WEIGHTS: "Weights may have only a bf16 copy: half the memory, and small updates round away.",
+        Allowance.FP8: "Products of matrices may have fp8 inputs: faster on some cards, with a larger rounding error.",
+        Allowance.TF32: "Products in fp32 may round their inputs to TF32: faster, with 10 bits instead of 23.",
+        Allowance.UNCLIPPED: "Updates may run inside the backward pass: less memory, and gradients are not clipped.",
+        Allowance.COMPILE: "Blocks may be compiled, which changes no result.",
+    },
+    "the sentences of opt-ins",
+)
+_MOST_LINES, _MOST_LINE = 3, 240  # of a problem
 
 
 class Form(NamedTuple):
@@ -56,7 +86,7 @@ class Form(NamedTuple):
 
     model: str = "llama-3.1-8b"
     method: str = "auto"
-    seq_len: int = 2048
+    seq_len: int | None = 2048  # None: as the job has it
     card: str = "RTX-4090"
     gpus: int = 1
     nodes: int = 1
@@ -70,7 +100,7 @@ class Form(NamedTuple):
         spec = f"{self.nodes}x{self.gpus}x{self.card}" if self.nodes > 1 else f"{self.gpus}x{self.card}"
         options = {
             "--method": None if self.method == "auto" else self.method,
-            "--seq-len": str(self.seq_len),
+            "--seq-len": None if self.seq_len is None else str(self.seq_len),
             "--hardware": None if self.card == HERE else spec,
             "--allow": ",".join(self.allow) or None,
             "--take": str(self.take) if self.take > 1 else None,
@@ -80,28 +110,50 @@ class Form(NamedTuple):
 
     @property
     def query(self) -> dict[str, Any]:
-        """The form as the query of an address; fields that have their default are left out."""
-        return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        """The form as the query of an address; of a model of the table, fields that have their default are left out."""
+        is_in_table = find_known_model(self.model) is not None
+        given = {name: value for name, value in self._asdict().items() if value is not None}
+        return {name: value for name, value in given.items() if not is_in_table or value != self._field_defaults[name]}
 
 
-def read_form(query: Query) -> Form:
+def first_form(own: Path | None) -> Form:
+    """The form before anything is chosen: of the own file, if there is one. A job has its own length and machine."""
+    if own is None:
+        return Form()
+    return Form(str(own), seq_len=None, card=HERE) if is_job_file(own) else Form(str(own))
+
+
+def read_form(query: Query, own: Path | None = None) -> Form:
     """The fields of an address, a card as for `--hardware`; InputError for one that is none of those of the form."""
     given = {name: query[name][0] for name in Form._fields if name in query}
-    model, method, card = (given.get(name, getattr(Form(), name)) for name in ("model", "method", "card"))
-    known = find_known_model(model)
-    if known is None:
-        near = similar_model(model)
-        raise InputError(f"model {model}: is not in the table" + (f"; did you mean {near}?" if near else ""))
+    first = first_form(own)
+    first = first if given.get("model", first.model) == first.model else Form()
+    model, method, card = (given.get(name, getattr(first, name)) for name in ("model", "method", "card"))
+    model = model if own is not None and model == str(own) else _model(model)
     if method not in METHODS:
         raise InputError(f"method {method}: is none of {', '.join(METHODS)}")
     numbers = {name: _whole(name, given[name]) for name in ("seq_len", "gpus", "nodes", "take") if name in given}
     if card != HERE and card not in GPU_SPECS:
-        card = match_card(card, count=numbers.get("gpus", 1)).spec.name
-    allow = tuple(each for each in query.get("allow", ()) if each in list(Allowance))
+        card = match_card(card, count=numbers.get("gpus") or 1).spec.name
+    named = (name for each in query.get("allow", ()) for name in each.split(","))
+    allow = tuple(each for each in named if each in list(Allowance))
     tokens = given.get("tokens", "").strip()
     if tokens:
         _whole("tokens", tokens)
-    return Form(known.name, method, card=card, allow=allow, tokens=tokens, **numbers)
+    seq_len = numbers.pop("seq_len", first.seq_len)
+    return Form(model, method, seq_len, card=card, allow=allow, tokens=tokens, **numbers)
+
+
+def _model(model: str) -> str:
+    """The name of a model of the table, or a repository of the hub; InputError for anything else."""
+    known = find_known_model(model.strip())
+    if known is not None:
+        return known.name
+    if _HUB_ID.fullmatch(model.strip()) and not Path(model.strip()).exists():
+        return model.strip()
+    near = similar_model(model)
+    hint = f"did you mean {near}?" if near else "type a repository of the hub, such as Qwen/Qwen2.5-7B"
+    raise InputError(f"model {model}: is not in the table; {hint}\nfor a file of your own: shardwise ui FILE")
 
 
 def _whole(name: str, text: str) -> int:
@@ -117,24 +169,54 @@ def _whole(name: str, text: str) -> int:
     return value
 
 
-def plan_content(_runs: Runs, query: Query) -> Content:
+def plan_content(runs: Runs, query: Query) -> Content:
     """The explorer with the plan of its form."""
+    form = first_form(runs.own_file)
     try:
-        form = read_form(query)
-        parts = plan_parts(form)
-    except InputError as error:
-        form = Form()
-        parts = {**_NO_PLAN, "verdict": f'<p class="alert">{lines(str(error))}</p>'}
-    head = f'<div class="title"><h1>Plan</h1><p class="sub">What fits, and how long it runs</p></div>{form_html(form)}'
+        form = read_form(query, runs.own_file)
+        parts = plan_parts(form, _stamp(runs.own_file))
+        own, is_here = runs.own_file, form.card == HERE
+        if runs.nonce is not None and own is not None and form.model == str(own) and is_here and is_job_file(own):
+            parts = {**parts, "command": parts["command"] + _start_form(runs.nonce, form)}
+    except ShardwiseError as error:
+        parts = {**_NO_PLAN, "verdict": f'<p class="alert">{lines(short(str(error)))}</p>'}
+    fields = form_html(form, runs.own_file)
+    head = f'<div class="title"><h1>Plan</h1><p class="sub">What fits, and how long it runs</p></div>{fields}'
     return Content(f"{form.model}: plan", head, parts, "/plan", "/api/plan")
+
+
+def _start_form(nonce: str, form: Form) -> str:
+    """A button that starts the training of the own job."""
+    fields = {name: str(value) for name, value in form.query.items() if name != "allow" and value is not None}
+    fields["allow"] = ",".join(form.allow)
+    text = "It runs on this machine as a process of its own, and appears among the runs."
+    return action_form(nonce, "start", "Start this training", text, fields)
+
+
+def _stamp(own: Path | None) -> int:
+    """When the own file was changed."""
+    try:
+        return 0 if own is None else own.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def short(text: str) -> str:
+    """The first lines of a problem, none of them long."""
+    found = [each if len(each) <= _MOST_LINE else f"{each[:_MOST_LINE].rstrip()}…" for each in text.splitlines()]
+    if len(found) <= _MOST_LINES:
+        return "\n".join(found)
+    return "\n".join(
+        (*found[: _MOST_LINES - 1], f"and {len(found) - _MOST_LINES + 1} more; the command line lists all")
+    )
 
 
 _PLANNING = Lock()  # a plan is a second of computation: two at a time would take twice as long each
 
 
 @lru_cache(maxsize=128)
-def plan_parts(form: Form) -> dict[str, str]:
-    """The parts of the page for a form; InputError where the program refuses the settings."""
+def plan_parts(form: Form, _stamp_of_file: int = 0) -> dict[str, str]:
+    """The parts of the page for a form; ShardwiseError where the program refuses the settings."""
     _, options = parse_command_line(form.arguments)
     command = shlex.join(["shardwise", *form.arguments])
     try:
@@ -299,31 +381,40 @@ def changed(form: Form, setting: str) -> Form:
     return form
 
 
-def form_html(form: Form) -> str:
+def form_html(form: Form, own: Path | None = None) -> str:
     """The form; without a script its button shows the plan."""
     by_name = sorted(GPU_SPECS.values(), key=lambda spec: spec.name)
     cards = [
         (HERE, "this machine"),
         *((each.name, f"{each.name}, {format_bytes(each.memory_bytes)}") for each in by_name),
     ]
-    models = [
-        (each.name, each.name + (f", {format_count(each.parameters)}" if each.parameters else ""))
-        for each in known_models()
-    ]
+    own_model = [] if own is None else [(str(own), "the file of the command line")]
+    models = "".join(
+        f'<option value="{escape(name)}">{escape(text)}</option>'
+        for name, text in (
+            *own_model,
+            *((each.name, format_count(each.parameters) if each.parameters else "") for each in known_models()),
+        )
+    )
     boxes = "".join(
         f'<label class="box"><input type="checkbox" name="allow" value="{each}"'
-        f"{' checked' if each in form.allow else ''}> {each}</label>"
+        f"{' checked' if each in form.allow else ''}> {_OPT_INS[each]} <code>--allow {each}</code></label>"
         for each in Allowance
         if each not in _BY_DEFAULT
     )
+    length = "" if form.seq_len is None else form.seq_len
     lengths = "".join(f'<option value="{length}">' for length in LENGTHS)
     return (
         '<form class="card explorer" data-live action="/plan"><input type="hidden" name="take" '
-        f'value="{form.take}">{_select("model", "Model", models, form.model)}'
+        f'value="{form.take}"><label>Model<input name="model" list="models" data-on="change" autocomplete="off" '
+        f'spellcheck="false" value="{escape(form.model)}"><small>a name, a repository of the hub such as '
+        f"Qwen/Qwen2.5-7B, or the file of <code>shardwise ui FILE</code></small></label>"
+        f'<datalist id="models">{models}</datalist>'
         f"{_select('method', 'Method', [(each, each) for each in METHODS], form.method)}"
         f"{_select('card', 'Card', cards, form.card)}"
         f'<div class="pair">{_number("gpus", "Cards a node", form.gpus)}{_number("nodes", "Nodes", form.nodes)}</div>'
-        f'<label>Tokens a row<input name="seq_len" inputmode="numeric" list="lengths" value="{form.seq_len}"></label>'
+        f'<label>Tokens a row<input name="seq_len" inputmode="numeric" list="lengths" value="{length}"'
+        f' placeholder="as in the job"></label>'
         f'<datalist id="lengths">{lengths}</datalist>'
         f'<label>Tokens to train on<input name="tokens" placeholder="20M" value="{escape(form.tokens)}"></label>'
         f"<details{' open' if form.allow else ''}><summary>Opt in to</summary>{boxes}</details>"

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from html import escape
+from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlencode
 
@@ -15,21 +17,38 @@ import msgspec
 from msgspec.structs import replace
 
 from shardwise.launch.commands.ui.runs import MOST_RUNS, Runs, Summary, WholeRun
+from shardwise.launch.rundir.files import last_lines, tail_lines
+from shardwise.launch.rundir.paths import CONSOLE_LOG
 from shardwise.launch.rundir.state import RunState
-from shardwise.launch.show.run_page import comparison_page, run_page, run_text
+from shardwise.launch.show.recorded_run import RecordedRun
+from shardwise.launch.show.run_page import (
+    STEP_LABEL,
+    XAxis,
+    comparison_page,
+    on_axis,
+    run_page,
+    run_text,
+    setting_text,
+    settings_table,
+)
 from shardwise.launch.show.view import LiveView, MemoryGauge
-from shardwise.trainer.planning.page.content import Block, LineChart, Points, Section, Series, Unit
+from shardwise.trainer.planning.page.content import Block, LineChart, Points, Quote, Section, Sentence, Series, Unit
 from shardwise.trainer.planning.page.html import axes_of, block_html, line_chart_html, line_path, scrolling
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import printable
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
+ACT = "/act"  # the address of actions
 LIVE_S, IDLE_S, LIST_S = 1.5, 6.0, 3.0  # between two looks of a page
-MOST_COMPARED = 12
+MOST_COMPARED, MOST_COLUMNS = 12, 8
+_USUAL_SETTINGS = ("model.name", "train.method", "train.lr", "train.seq_len", "train.tokens_per_step", "train.seed")
 SMOOTHINGS = ("0", "0.6", "0.9", "0.97", "0.99")
+SCALES = ("linear", "log")
 _FOLDED = ("plan", "runners-up", "rejected", "notes", "verified", "hardware", "versions")
-_CHARTS = ("loss", "throughput", "memory", "step")
+_CHARTS = ("loss", "throughput", "gradients", "lr", "memory", "step", "device")
+_LOG_CHARTS = ("loss", "gradients", "lr")
+_NUM_LOG_LINES, _MOST_SETTINGS_BYTES = 200, 1 << 16
 _TONES = {
     RunState.RUNNING: "live",
     RunState.FINISHED: "good",
@@ -92,31 +111,75 @@ def problem(title: str, reason: str) -> Content:
     return Content(title, f"<h1>{escape(title)}</h1>", {"problem": f'<p class="card">{lines(reason)}</p>'})
 
 
+def outcome(text: str, name: str) -> Content:
+    """What an action did, with the way back to its run."""
+    back = f'<p><a href="{escape(_address("/run", name=name))}">Back to {escape(name)}</a></p>' if name else ""
+    return Content("Done", "<h1>Done</h1>", {"outcome": f'<div class="card"><p>{lines(text)}</p>{back}</div>'})
+
+
 def lines(text: str) -> str:
     """Escaped text with its line breaks."""
     return "<br>".join(escape(line) for line in text.splitlines())
 
 
-def runs_content(runs: Runs, _query: Query) -> Content:
-    """The list of runs, the newest first."""
+def runs_content(runs: Runs, query: Query) -> Content:
+    """The list of runs, the newest first, with the settings of the query as columns."""
     found, total = runs.summaries()
     shown = f"the newest {MOST_RUNS} of {total} runs" if total > len(found) else f"{total} run{'s' * (total != 1)}"
     head = f'<div class="title"><h1>Runs</h1><p class="sub"><code>{escape(str(runs.folder))}</code></p></div>'
+    started = "".join(_started(each.command, each.state) for each in runs.started)
     if not found:
-        return Content("runs", head, {"table": _no_runs(runs)}, "/", "/api/", LIST_S)
+        return Content("runs", head, {"started": started, "table": _no_runs(runs)}, "/", "/api/", LIST_S)
     head += (
         '<form id="compare" class="tools" action="/compare"><label>Filter <input type="search" id="filter" '
         'autocomplete="off" placeholder="name, state, model"></label>'
         '<button id="compare-button">Compare selected</button></form>'
     )
-    rows = "".join(map(_row, found))
-    header = "".join(_title(name, number) for number, name in enumerate(_COLUMNS))
+    offered = _offered(found)
+    columns = [name for name in dict.fromkeys(query.get("column", ())) if name in offered][:MOST_COLUMNS]
+    if offered:
+        head += _picker(offered, columns)
+    rows = "".join(_row(run, columns) for run in found)
+    header = "".join(_title(name, number) for number, name in enumerate((*_COLUMNS, *columns)))
     table = f'<table class="runs"><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>'
-    parts = {"table": f'{scrolling("runs", "card")}{table}</div><p class="sub">{shown}</p>'}
+    parts = {"started": started, "table": f'{scrolling("runs", "card")}{table}</div><p class="sub">{shown}</p>'}
     return Content("runs", head, parts, "/", "/api/", LIST_S)
 
 
 _COLUMNS = ("", "run", "state", "progress", "loss", "", "tokens/s", "time", "model", "started")  # of the list of runs
+
+
+def _started(command: str, state: str) -> str:
+    """A training that a page started, with the end of its output if it failed."""
+    tone = "warn" if state.startswith("ended") else "calm"
+    return f'<p class="alert {tone}"><code>{escape(command)}</code>: {lines(state)}</p>'
+
+
+def _offered(found: Iterable[Summary]) -> list[str]:
+    """Settings that are not the same in all runs, and those that are looked at most."""
+    jobs = [run.settings for run in found if run.settings]
+    first = jobs[0] if jobs else {}
+    differing = {name for job in jobs for name, value in job.items() if value != first.get(name)}
+    return [name for name in dict.fromkeys(chain(*jobs)) if name in differing or name in _USUAL_SETTINGS]
+
+
+def _picker(offered: Iterable[str], columns: Sequence[str]) -> str:
+    """The settings that can be columns."""
+    boxes = "".join(
+        f'<label class="box"><input type="checkbox" name="column" value="{escape(name)}"'
+        f"{' checked' if name in columns else ''}> {escape(name)}</label>"
+        for name in offered
+    )
+    return (
+        f'<form class="picker" data-live action="/"><details{" open" if columns else ""}><summary>Settings as columns'
+        f'</summary><div class="boxes">{boxes}</div><button class="plain">Show</button></details></form>'
+    )
+
+
+def _setting_cell(run: Summary, name: str) -> str:
+    value = run.settings.get(name)
+    by = _by(value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    return f'<td class="setting" data-name="{escape(name)}"{by}>{escape(setting_text(value))}</td>'
 
 
 def _title(name: str, column: int) -> str:
@@ -124,7 +187,7 @@ def _title(name: str, column: int) -> str:
     if not name:
         return "<td></td>"
     right = " class=right" if name in ("loss", "tokens/s") else ""
-    button = f'<button type="button" data-id="sort-{column}" data-sort="{column}">{name}</button>'
+    button = f'<button type="button" data-id="sort-{column}" data-sort="{column}">{escape(name)}</button>'
     return f'<th{right} aria-sort="none">{button}</th>'
 
 
@@ -137,7 +200,7 @@ def _no_runs(runs: Runs) -> str:
     )
 
 
-def _row(run: Summary) -> str:
+def _row(run: Summary, columns: Sequence[str]) -> str:
     """A row of the list."""
     name, status = escape(run.name), run.status
     box = f'<input type="checkbox" form="compare" name="run" value="{name}" aria-label="compare {name}">'
@@ -145,7 +208,7 @@ def _row(run: Summary) -> str:
     started = time.strftime("%d %b %Y, %H:%M", time.localtime(run.started_s))
     if status is None:
         reason = f"{badge('unreadable', 'bad')} {escape(run.problem or '')}"
-        begin = f"<td{_by(run.started_s)}>{started}</td>"
+        begin = f"<td{_by(run.started_s)}>{started}</td>" + "<td></td>" * len(columns)
         return f'<tr><td>{box}</td><td>{link}</td><td colspan="7">{reason}</td>{begin}</tr>'
     share = (status.step or 0) / status.num_steps if status.num_steps else 0.0
     steps = (
@@ -163,6 +226,7 @@ def _row(run: Summary) -> str:
         f"<td class=time{_by(status.seconds_left if left else run.duration_s)}>{left or spent or '-'}</td>",
         f"<td>{'-' if run.plan is None else escape(_model_text(run.plan))}</td>",
         f"<td{_by(run.started_s)}><small>{started}</small></td>",
+        *(_setting_cell(run, name) for name in columns),
     )
     return f"<tr>{''.join(cells)}</tr>"
 
@@ -217,31 +281,96 @@ def _spark(points: Points) -> str:
 def run_content(runs: Runs, query: Query) -> Content:
     """One run, live or ended."""
     name = _only(query, "name")
-    smoothing = _smoothing(query)
+    smoothing = float(_choice(query, "smooth", SMOOTHINGS))
+    axis, scale = XAxis(_choice(query, "x", tuple(XAxis))), _choice(query, "scale", SCALES)
     whole = runs.whole(name)
     sections = {section.name: section for section in run_page(whole.run, smoothing=smoothing).sections}
     charts = {key: _over_steps(sections[key]) for key in _CHARTS if key in sections}
     others = [sections[key] for key in sections if key not in (*_FOLDED, *_CHARTS, "end", "incidents")]
     others += [rest for key in charts if (rest := _without_steps(sections[key])) is not None]
     folded = [section for key, section in sections.items() if key in _FOLDED]
+    for key, section in charts.items():
+        is_log = scale == "log" and key in _LOG_CHARTS
+        blocks = (_plotted(block, whole.run, axis, is_log=is_log) for block in section.blocks)
+        charts[key] = replace(section, blocks=tuple(blocks))
     parts = {
         "live": _tiles(whole),
+        "actions": _stop_form(runs.nonce, name) if whole.is_live else _ask_form(runs.nonce, name, whole.run),
         "incidents": section_html(sections["incidents"], "card") if "incidents" in sections else "",
         "charts": "".join(section_html(section, "card") for section in charts.values() if section.blocks),
         "figures": "".join(section_html(section, "card") for section in others),
-        "more": "".join(map(folded_html, folded)),
+        "more": _settings(whole.run) + _log(whole.run.run_dir) + "".join(map(folded_html, folded)),
     }
     plan = whole.run.plan
     what = "" if plan is None else f'<p class="sub">{escape(run_text(plan))}</p>'
-    choices = "".join(
-        f"<option{' selected' if float(each) == smoothing else ''}>{each}</option>" for each in SMOOTHINGS
+    selects = (
+        _select("smooth", "Smooth the loss by", SMOOTHINGS, query),
+        _select("x", "Over", tuple(XAxis), query),
+        _select("scale", "Scale", SCALES, query),
     )
     head = (
         f'<div class="heading"><div class="title"><h1>{escape(name)}</h1>{what}</div>'
         f'<form class="tools" data-live action="/run"><input type="hidden" name="name" value="{escape(name)}">'
-        f'<label>Smooth the loss by <select name="smooth">{choices}</select></label></form></div>'
+        f"{''.join(selects)}</form></div>"
     )
     return Content(_tab(whole.look.view, name), head, parts, "/run", "/api/run", LIVE_S if whole.is_live else IDLE_S)
+
+
+def _stop_form(nonce: str | None, name: str) -> str:
+    """A button that stops a run after a second click."""
+    text = "It saves a checkpoint and ends, as after <code>shardwise cancel</code>; it can be resumed."
+    return action_form(nonce, "stop", "Stop this run", text, {"name": name})
+
+
+def _ask_form(nonce: str | None, name: str, run: RecordedRun) -> str:
+    """A question to the exported model of a run that has ended."""
+    if not (run.run_dir / "export").is_dir():
+        return ""
+    text = "The model is loaded for each question, which can take a minute, and has no memory of earlier ones."
+    field = '<label>Question <input name="question" required maxlength="1000" size="60" autocomplete="off"></label> '
+    return action_form(nonce, "ask", "Ask the model", text, {"name": name}, field)
+
+
+def action_form(
+    nonce: str | None, action: str, title: str, text: str, fields: Mapping[str, str], more: str = ""
+) -> str:
+    """A folded form with a button; nothing without a nonce, where actions are not allowed. `more` is HTML."""
+    if nonce is None:
+        return ""
+    hidden = "".join(
+        f'<input type="hidden" name="{escape(key)}" value="{escape(value)}">'
+        for key, value in {"nonce": nonce, "action": action, **fields}.items()
+    )
+    return (
+        f'<details class="card action" data-id="{action}"><summary>{title}</summary><p>{text}</p>'
+        f'<form method="post" action="{ACT}">{hidden}{more}<button>{title}</button></form></details>'
+    )
+
+
+def _plotted(block: Block, run: RecordedRun, axis: XAxis, *, is_log: bool) -> Block:
+    return on_axis(replace(block, is_log=is_log), run, axis) if isinstance(block, LineChart) else block
+
+
+def _settings(run: RecordedRun) -> str:
+    """The settings of the job, those that are not the defaults first."""
+    if run.plan is None:
+        return ""
+    written = "\n".join(tail_lines(run.run_dir / "job.yaml", _MOST_SETTINGS_BYTES))
+    changed = Section(title="settings", name="settings", blocks=(Sentence(text=_CHANGED), settings_table(run.plan.job)))
+    every = (Quote(label="all settings, with where each is from: job.yaml", text=written),) if written else ()
+    return folded_html(replace(changed, blocks=(*changed.blocks, *every)))
+
+
+_CHANGED = "that differ from the defaults:"
+
+
+def _log(run_dir: Path) -> str:
+    """The last lines that the run printed."""
+    found = last_lines(run_dir / CONSOLE_LOG, _NUM_LOG_LINES)
+    if not found:
+        return ""
+    title = f"log, last {len(found)} lines"
+    return folded_html(Section(title=title, name="log", blocks=(Quote(label=CONSOLE_LOG, text="\n".join(found)),)))
 
 
 def _over_steps(section: Section) -> Section:
@@ -257,7 +386,7 @@ def _without_steps(section: Section) -> Section | None:
 
 
 def _has_step_axis(block: Block) -> bool:
-    return isinstance(block, LineChart) and block.x_unit is Unit.NUMBER
+    return isinstance(block, LineChart) and block.x_label == STEP_LABEL
 
 
 def _tab(view: LiveView, name: str) -> str:
@@ -330,13 +459,19 @@ def comparison_content(runs: Runs, query: Query) -> Content:
         reason = f"select 2 to {MOST_COMPARED} runs in the list, and then Compare selected"
         return problem("Nothing to compare" if len(names) < 2 else "Too many runs", reason)._replace(place="/compare")
     wholes = [runs.whole(name) for name in names]
-    page = comparison_page([whole.run for whole in wholes])
+    axis = XAxis(_choice(query, "x", tuple(XAxis)))
+    page = comparison_page([whole.run for whole in wholes], axis=axis)
     parts = {"figures": "", "charts": ""}
     for section in page.sections:
         parts["charts" if _has_chart(section) else "figures"] += section_html(section, "card")
     every_s = LIVE_S if any(whole.is_live for whole in wholes) else IDLE_S
     links = ", ".join(f'<a href="{escape(_address("/run", name=name))}">{escape(name)}</a>' for name in names)
-    head = f'<div class="title"><h1>{escape(page.title)}</h1><p class="sub">{links}</p></div>'
+    hidden = "".join(f'<input type="hidden" name="run" value="{escape(name)}">' for name in names)
+    head = (
+        f'<div class="heading"><div class="title"><h1>{escape(page.title)}</h1><p class="sub">{links}</p></div>'
+        f'<form class="tools" data-live action="/compare">{hidden}'
+        f"{_select('x', 'Over', tuple(XAxis), query)}</form></div>"
+    )
     return Content(page.title, head, parts, "/compare", "/api/compare", every_s)
 
 
@@ -372,7 +507,8 @@ def _plot(chart: LineChart) -> str:
         }
         for each in chart.series
     ]
-    figures = {"left": axes.left, "right": axes.right, "label": chart.x_label, "series": series}
+    suffix = " s" if chart.x_unit is Unit.SECONDS else ""
+    figures = {"left": axes.left, "right": axes.right, "label": chart.x_label, "suffix": suffix, "series": series}
     return (
         f'<figure class="plot" tabindex="0" data-id="{escape(chart.caption)}" '
         f'aria-label="{escape(chart.caption)}; arrow keys read its figures" '
@@ -380,9 +516,16 @@ def _plot(chart: LineChart) -> str:
     )
 
 
-def _smoothing(query: Query) -> float:
-    text = query.get("smooth", ["0"])[0]
-    return float(text) if text in SMOOTHINGS else 0.0
+def _choice(query: Query, name: str, choices: Sequence[str]) -> str:
+    """The choice of a query, the first one if it has none of them."""
+    text = query.get(name, [""])[0]
+    return text if text in choices else str(choices[0])
+
+
+def _select(name: str, label: str, choices: Sequence[str], query: Query) -> str:
+    chosen = _choice(query, name, choices)
+    options = "".join(f"<option{' selected' if each == chosen else ''}>{each}</option>" for each in choices)
+    return f'<label>{label} <select name="{name}">{options}</select></label>'
 
 
 def _only(query: Query, name: str) -> str:

@@ -6,12 +6,13 @@ regular files of a bounded size, and of a long metrics.jsonl a part of the lines
 """
 
 import os
+import subprocess
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +21,7 @@ from shardwise.launch.rundir.lock import LOCK
 from shardwise.launch.rundir.state import Queue, RunState, RunStatus, read_liveness, runs_below, status_of
 from shardwise.launch.show.follow import QUERY_S, Look, WatchedRun
 from shardwise.launch.show.recorded_run import RecordedRun, RecordedSteps, Step, read_recorded
+from shardwise.launch.show.run_page import settings_of
 from shardwise.trainer.planning.page.content import Points
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
@@ -30,6 +32,7 @@ MOST_RUNS = 300  # in the list, the newest ones
 _MOST_FOLLOWED = 24  # whole runs in memory
 _NUM_SAMPLES = 64  # of the small curve in the list
 _SAMPLED_FROM, _SAMPLE_BYTES = 1 << 18, 1 << 12  # a longer file is read at places equally far apart
+_MOST_OUTPUT_BYTES = 4096  # of a training that a page started
 _WATCHED = ("plan.json", "metrics.jsonl", "report.json", "submission.json", "cancelled", LOCK, "attempts")
 _MAY_CHANGE = (RunState.WAITING, RunState.STARTING, RunState.RUNNING, RunState.UNKNOWN)
 
@@ -46,6 +49,7 @@ class Summary(NamedTuple):
     tokens_per_s: float | None = None  # of all devices, by the report
     curve: Points = ()  # of the loss
     problem: str | None = None  # why there is no status
+    settings: Mapping[str, Any] = {}  # of the job, by their paths
 
     @property
     def is_live(self) -> bool:
@@ -63,11 +67,33 @@ class WholeRun(NamedTuple):
         return self.look.judged.state in _MAY_CHANGE
 
 
+class Started(NamedTuple):
+    """A training that was started by a page."""
+
+    command: str
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+
+    @property
+    def state(self) -> str:
+        """`running`, or how it ended with the end of its output."""
+        code = self.process.poll()
+        if code is None:
+            return "running"
+        file = self.output.fileno()
+        content = os.pread(file, _MOST_OUTPUT_BYTES, max(0, os.fstat(file).st_size - _MOST_OUTPUT_BYTES))
+        last = content.decode(errors="replace").strip().splitlines()[-3:]
+        return "\n".join((f"ended with {code}" if code else "finished", *(last if code else ())))
+
+
 class Runs:
     """The runs of one folder; a folder that is a run itself is its only one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, own_file: Path | None = None) -> None:
         self.folder = folder
+        self.own_file = own_file  # a job or a config.json, which the explorer offers
+        self.nonce: str | None = None  # of the forms of actions; None: there are none
+        self.started: list[Started] = []
         self._lock = Lock()
         self._queue, self._queried_at = Queue(os.environ), time.monotonic()
         self._summaries: dict[str, tuple[object, Summary]] = {}
@@ -126,7 +152,8 @@ class Runs:
         liveness = read_liveness(files, self._queue, reads_ended=False, environment=os.environ)
         status = status_of(files, liveness, now_s=time.time(), last_line=None, logs=())
         curve = loss_points(path / "metrics.jsonl")
-        summary = Summary(name, started_s, status, files.plan, curve=curve)
+        settings = {} if files.plan is None else settings_of(files.plan.job)
+        summary = Summary(name, started_s, status, files.plan, curve=curve, settings=settings)
         return summary if files.report is None else _with_report(summary, files.report)
 
 

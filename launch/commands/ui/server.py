@@ -1,8 +1,11 @@
 """`shardwise ui`: a small web server on this machine that shows runs and plans. It reads files and writes none.
 
+With `--allow-actions` it also accepts POST to `/act`, which needs the cookie, this server as its origin, and a value
+that only its pages have. Without that option no request changes anything.
+
 It listens on 127.0.0.1 alone. A request needs the token of the address that is printed, which becomes a cookie that no
 script can read and no other site can send. A `Host` header that names another machine is refused, so that a foreign
-name that resolves to 127.0.0.1 reaches nothing. Only GET and HEAD are served, without a body and with a short address;
+name that resolves to 127.0.0.1 reaches nothing. GET and HEAD are served without a body and with a short address;
 connections are limited in number and time. Pages load nothing from elsewhere and run no script but `ui.js`.
 """
 
@@ -25,6 +28,8 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import msgspec
 
 from shardwise.launch.commands.ui import explorer, pages
+from shardwise.launch.commands.ui.actions import Actions
+from shardwise.launch.commands.ui.pages import ACT
 from shardwise.launch.commands.ui.runs import Runs
 from shardwise.launch.options import UiOptions
 from shardwise.launch.rundir.state import RUNS
@@ -43,7 +48,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # without a referrer a browser sends no origin either
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
@@ -65,25 +70,30 @@ class Reply(NamedTuple):
 
 def run_ui(options: UiOptions, console: Console, environment: Mapping[str, str] = os.environ) -> ExitCode:
     """Serves the pages until Ctrl-C; InputError for a folder that is not there, EnvironmentFaultError for the port."""
-    if options.folder != RUNS and not options.folder.is_dir():
-        raise InputError(f"{options.folder}: is no folder; name one that has runs, such as runs/")
-    with open_server(options.folder, options.port) as server:
-        console.line(f"{server.address}/?token={server.token}")
+    own_file = options.folder if options.folder.is_file() else None
+    folder = RUNS if own_file is not None else options.folder
+    if folder != RUNS and not folder.is_dir():
+        raise InputError(f"{folder}: is no folder; name one that has runs, such as runs/, or a job file")
+    page = "/" if own_file is None else "/plan"
+    with open_server(folder, options.port, own_file) as server:
+        if options.allows_actions:
+            server.allow_actions()
+        console.line(f"{server.address}{page}?token={server.token}")
         console.line("the address is valid while this command runs; Ctrl-C ends it")
         if options.opens_browser and _has_display(environment):
-            webbrowser.open(f"{server.address}/?token={server.new_ticket()}")
+            webbrowser.open(f"{server.address}{page}?token={server.new_ticket()}")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
     return ExitCode.DONE
 
 
-def open_server(folder: Path, port: int | None) -> "UiServer":
+def open_server(folder: Path, port: int | None, own_file: Path | None = None) -> "UiServer":
     """A server on `port`; without one on `PORT`, or another if that is in use."""
     try:
-        return UiServer(folder, PORT if port is None else port)
+        return UiServer(folder, PORT if port is None else port, own_file)
     except OSError as error:
         if port is None:
-            return UiServer(folder, 0)
+            return UiServer(folder, 0, own_file)
         text = f"--port {port}: cannot be opened: {error.strerror}; without --port a free one is used"
         raise EnvironmentFaultError(text) from error
 
@@ -99,12 +109,18 @@ class UiServer(ThreadingHTTPServer):
 
     daemon_threads, block_on_close, request_queue_size = True, False, 2 * _MOST_CONNECTIONS
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.runs = Runs(folder)
+    def __init__(self, folder: Path, port: int, own_file: Path | None = None) -> None:
+        self.runs = Runs(folder, own_file)
         self.token, self.session = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self.actions: Actions | None = None
         self._tickets: set[str] = set()
         self._room = BoundedSemaphore(_MOST_CONNECTIONS)
         super().__init__((HOST, port), _Request)
+
+    def allow_actions(self) -> None:
+        """From now on pages have buttons, with a value that no other page knows."""
+        self.actions = Actions(self.runs)
+        self.runs.nonce = secrets.token_urlsafe(24)
 
     def server_bind(self) -> None:
         """Without the look-up of the machine's name, which can block for seconds."""
@@ -130,6 +146,12 @@ class UiServer(ThreadingHTTPServer):
             self._tickets.remove(text)
             return True
         return secrets.compare_digest(text.encode(errors="replace"), self.token.encode())
+
+    def server_close(self) -> None:
+        """What the pages started goes on."""
+        super().server_close()
+        for each in self.runs.started:
+            each.output.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
         """Closes connections above the limit at once."""
@@ -172,7 +194,15 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._deadline.cancel()
-        reply = self._reply()
+        self._send(self._refused_request() or self._reply())
+
+    def do_POST(self) -> None:
+        if self.server.actions is None:
+            self._refuse_method()
+            return
+        self._send(self._acted(self.server.actions))
+
+    def _send(self, reply: Reply) -> None:
         content = redact(printable(reply.body)).encode()
         self.send_response(reply.status)
         self.send_header("Content-Type", reply.kind)
@@ -190,14 +220,62 @@ class _Request(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Nothing: addresses may hold the token."""
 
-    def _reply(self) -> Reply:
+    def _refused_host(self) -> Reply | None:
         name = (self.headers.get("Host") or "").rpartition("]")[2].partition(":")[0].lower()
         if name not in _HOSTS:
             return _refusal(HTTPStatus.MISDIRECTED_REQUEST, f"this server is {HOST}, and no other host")
+        return None
+
+    def _acted(self, actions: Actions) -> Reply:
+        """The reply to a form of our own pages; every other request is refused before anything is done."""
+        host, size = self._refused_host(), self.headers.get("Content-Length", "")
+        if host is not None:
+            return host
+        if self.path != ACT:
+            return _refusal(HTTPStatus.NOT_FOUND, "there is no such action")
+        if (
+            not size.isascii()
+            or not size.isdigit()
+            or int(size) > _MOST_ADDRESS
+            or self.headers.get("Transfer-Encoding")
+        ):
+            return _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a form is short, and has its length")
+        body = self.rfile.read(int(size))
+        self._deadline.cancel()  # of the request; an action may take longer
+        try:
+            query = parse_qs(body.decode(), max_num_fields=_MOST_FIELDS, errors="surrogateescape")
+        except ValueError:
+            return _refusal(HTTPStatus.BAD_REQUEST, "the form cannot be read")
+        nonce = (self.server.runs.nonce or "").encode()
+        is_ours = (
+            self.headers.get("Origin") == f"http://{self.headers.get('Host')}"
+            and self.headers.get("Sec-Fetch-Site", "same-origin") == "same-origin"
+            and secrets.compare_digest(self._session(), self.server.session.encode())
+            and secrets.compare_digest(query.pop("nonce", [""])[0].encode(errors="replace"), nonce)
+            and nonce != b""
+        )
+        if not is_ours:
+            return _refusal(HTTPStatus.FORBIDDEN, "an action is accepted from a page of this server only")
+        try:
+            done = actions.act(query)
+        except ShardwiseError as error:
+            return _refusal(HTTPStatus.CONFLICT, str(error))
+        except Exception as error:  # noqa: BLE001 - the last resort: the other pages must go on
+            write_error(f"shardwise ui: internal error: {type(error).__name__}: {error}")
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"it could not be done: {type(error).__name__}")
+        return Reply(pages.document(pages.outcome(done, query.get("name", [""])[0])))
+
+    def _refused_request(self) -> Reply | None:
+        host = self._refused_host()
+        if host is not None:
+            return host
         if self.headers.get("Content-Length", "0") != "0" or self.headers.get("Transfer-Encoding"):
             return _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request has no body here")
         if len(self.path) > _MOST_ADDRESS:
             return _refusal(HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long")
+        return None
+
+    def _reply(self) -> Reply:
         try:
             parts = urlsplit(self.path)
             query = parse_qs(parts.query, max_num_fields=_MOST_FIELDS, errors="surrogateescape")
@@ -233,7 +311,7 @@ class _Request(BaseHTTPRequestHandler):
     def _refuse_method(self) -> None:
         self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
 
-    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method  # noqa: N815
+    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method  # noqa: N815
 
 
 Query = Mapping[str, list[str]]

@@ -55,7 +55,9 @@
         ? document.activeElement.dataset.id || document.activeElement.id : "";
       const opened = new Set([...part.querySelectorAll("details[open]")].map((each) => each.dataset.id));
       const checked = new Set([...part.querySelectorAll("input:checked")].map((each) => each.value));
+      const typed = new Map([...part.querySelectorAll("input[maxlength]")].map((each) => [each.name, each.value]));
       part.innerHTML = html;
+      for (const each of part.querySelectorAll("input[maxlength]")) each.value = typed.get(each.name) ?? "";
       for (const each of part.querySelectorAll("details")) each.open = opened.has(each.dataset.id);
       for (const each of part.querySelectorAll("input[type=checkbox]")) each.checked = checked.has(each.value);
       if (focused) (part.querySelector(`[data-id="${CSS.escape(focused)}"]`) || document.getElementById(focused))?.focus();
@@ -86,10 +88,16 @@
   // The list by a column: numbers by what a cell gives, text as it stands; rows without a value last.
   let order = null;
   function valueOf(row) {
-    const cell = [...row.cells].at(order.column >= 9 ? -1 : order.column);
-    if (!cell || (row.cells.length < 10 && order.column > 1 && order.column < 9)) return "";
-    if (cell.dataset.by === undefined) return cell.textContent.toLowerCase();
-    return cell.dataset.by === "" ? "" : Number(cell.dataset.by);
+    let place = 0;
+    for (const cell of row.cells) {
+      if (place <= order.column && order.column < place + cell.colSpan) {
+        if (cell.colSpan > 1) return "";
+        if (cell.dataset.by === undefined) return cell.textContent.toLowerCase();
+        return cell.dataset.by === "" ? "" : Number(cell.dataset.by);
+      }
+      place += cell.colSpan;
+    }
+    return "";
   }
   function sort() {
     const body = document.querySelector("table.runs tbody");
@@ -145,7 +153,7 @@
       const close = 0.005 * (chart.right - chart.left);  // a series is read at its own points, a level everywhere
       const rows = chart.series.map((each, number) => [each.name, nearest(each.points, place.x), number, each.level])
         .filter(([, point, , level]) => point && point[1] !== null && (level || Math.abs(point[0] - place.x) <= close));
-      note.replaceChildren(...[["", [place.x, `${chart.label} ${place.text}`], -1], ...rows].map(([name, point, number]) => {
+      note.replaceChildren(...[["", [place.x, `${chart.label} ${place.text}${chart.suffix}`], -1], ...rows].map(([name, point, number]) => {
         const row = document.createElement("p");
         if (number >= 0) row.appendChild(Object.assign(document.createElement("span"), {className: `key c${number % 12}`}));
         row.append(" ", Object.assign(document.createElement("b"), {textContent: point[1]}), ` ${name}`);
@@ -182,15 +190,20 @@
   });
   document.addEventListener("focusout", (event) => { if (event.target.matches?.("figure.plot")) read(null); });
 
-  document.addEventListener("input", (event) => {
+  const changed = (event) => {
     if (event.target === box) filter();
     if (event.target.matches("table.runs input")) compare();
     if (!form || !form.contains(event.target)) return;
+    const waits = event.target.dataset.on === "change" && event.type === "input";
+    const list = event.target.list;
+    if (waits && ![...list.options].some((each) => each.value === event.target.value)) return;
     const take = form.elements.take;
     if (take) take.value = 1;
     clearTimeout(timer);
     timer = setTimeout(() => refresh(true), 250);
-  });
+  };
+  document.addEventListener("input", changed);
+  document.addEventListener("change", (event) => { if (event.target.dataset.on === "change") changed(event); });
   document.addEventListener("submit", (event) => {
     if (event.target !== form) return;
     event.preventDefault();

@@ -1,5 +1,6 @@
 """The plan explorer: its form is a command line of the program, and the page shows the plan of that line."""
 
+import json
 import re
 import shlex
 from html import unescape
@@ -9,10 +10,12 @@ from urllib.parse import parse_qs
 import pytest
 
 from shardwise.launch.commands.plan import machines
-from shardwise.launch.commands.ui.explorer import Form, changed, plan_content, plan_parts, read_form
+from shardwise.launch.commands.ui.explorer import Form, changed, first_form, plan_content, plan_parts, read_form, short
 from shardwise.launch.commands.ui.runs import Runs
+from shardwise.launch.inputs.model_files import read_preset
 from shardwise.launch.options import parse_command_line
 from shardwise.launch.plan.gather import plan_inputs, profile_data
+from shardwise.trainer.planning.explain.plan_page import readable
 from shardwise.trainer.planning.planner import take_candidate
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import format_count, format_seconds
@@ -36,7 +39,7 @@ def test_the_page_shows_the_plan_of_the_command_that_it_prints():
     assert plan.chosen.strategy.name in parts["verdict"] and ">fits<" in parts["verdict"]
     assert f"{plan.schedule.num_steps:,} steps of {format_seconds(plan.chosen.speed.step_s)}" in parts["verdict"]
     assert format_count(plan.chosen.speed.tokens_per_s_per_gpu) in parts["verdict"]
-    assert all(name in parts["memory"] for name, size in plan.chosen.memory.parts.items() if size)
+    assert all(readable(name) in parts["memory"] for name, size in plan.chosen.memory.parts.items() if size)
     assert [command[1] for command in start] == ["init", "train"] and "train.tokens=5000000" in start[-1]
     other = take_candidate(plan, 2).chosen
     taken = plan_parts(SMALL._replace(take=2))["verdict"]
@@ -64,7 +67,8 @@ def test_a_setting_of_an_alternative_changes_its_field_alone():
 @pytest.mark.parametrize(
     "query",
     [
-        {"model": "/etc/passwd"}, {"model": "../job.yaml"}, {"model": "--json"}, {"model": "lama-3.1-8b"},
+        {"model": "/etc/passwd"}, {"model": "../job.yaml"}, {"model": "a/../b"}, {"model": "tests/launch"},
+        {"model": "a/b/c"}, {"model": "x/y --json"}, {"model": "--json"}, {"model": "lama-3.1-8b"},
         {"card": "H999"}, {"card": "1xH100,ram=1GiB"}, {"card": "/tmp/hardware.json"}, {"method": "rlhf"},
         {"seq_len": "0"}, {"seq_len": "-1"}, {"seq_len": "1e99999999999"}, {"gpus": "17"}, {"nodes": "1.5"},
         {"tokens": "many"}, {"take": "100"},
@@ -89,3 +93,34 @@ def test_where_nothing_fits_the_smallest_change_is_named():
     parts = plan_parts(Form(model="llama-3.1-70b", method="full", card="RTX-4060-8GB"))
     assert "does not fit" in parts["verdict"] and "smallest change that would fit" in parts["verdict"]
     assert commands_of(parts)[0][:3] == ["shardwise", "plan", "llama-3.1-70b"] and "missing" in parts["memory"]
+
+
+def test_a_repository_of_the_hub_is_a_model_of_the_form_and_what_the_hub_lacks_is_a_short_problem(tmp_path: Path):
+    form = read_form({"model": ["nobody/none-such"], "card": ["RTX-4090"]})
+    assert form.arguments[:2] == ["plan", "nobody/none-such"]
+    content = plan_content(Runs(tmp_path), {"model": ["nobody/none-such"]})
+    verdict = content.parts["verdict"]
+    assert verdict.startswith('<p class="alert">') and "nobody/none-such" in verdict and verdict.count("<br>") <= 2
+
+
+def test_the_own_file_of_the_command_line_is_planned_with_its_own_settings(tmp_path: Path):
+    job = tmp_path / "job.yaml"
+    job.write_text("model: {name: qwen2.5-0.5b}\ndata: {train: none.jsonl}\ntrain: {method: lora, steps: 3}\n")
+    runs = Runs(tmp_path, job)
+    first = plan_content(runs, {})
+    assert f'value="{job}"' in first.head and first_form(job).arguments == ["plan", str(job)]
+    assert first.parts["verdict"].startswith('<p class="alert">') and "none.jsonl" in first.parts["verdict"]
+    changed_form = read_form({"model": [str(job)], "seq_len": ["1024"], "card": ["RTX-4090"]}, job)
+    assert changed_form.arguments == ["plan", str(job), "--seq-len", "1024", "--hardware", "1xRTX-4090"]
+    with pytest.raises(InputError):
+        read_form({"model": [str(job)]})
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(read_preset("qwen2.5-0.5b")))
+    parts = plan_content(Runs(tmp_path, config), {"method": ["lora"], "card": ["RTX-4060-8GB"]}).parts
+    assert ">fits<" in parts["verdict"] and commands_of(parts)[0][:3] == ["shardwise", "plan", str(config)]
+
+
+def test_a_problem_of_many_lines_is_three():
+    text = short("\n".join(f"line {number} {'x' * 400}" for number in range(34)))
+    assert len(text.splitlines()) == 3 and "32 more" in text and max(map(len, text.splitlines())) < 260
+    assert short("one\ntwo\nthree") == "one\ntwo\nthree"

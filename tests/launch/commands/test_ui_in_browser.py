@@ -8,13 +8,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from headless_browser import Browser, lacks_browser, running_browser
+from headless_browser import ACCESS, CONTRAST, Browser, lacks_browser, running_browser
 from msgspec.structs import replace
 from planning_factory import plan_of
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
 from shardwise.launch.commands.ui.server import UiServer
+from shardwise.launch.rundir.lock import locked
 from shardwise.launch.show.recorded_run import recorded_runs
 from shardwise.launch.show.run_page import comparison_page, run_page
 from shardwise.trainer.planning.explain.comparison import comparison_page as machines_page
@@ -30,34 +31,8 @@ PAGES = {
     "refused": "/run?name=none",
 }  # fmt: skip
 MODES = {"light": (1280, False), "dark-phone": (390, True), "phone": (390, False), "dark": (1280, True)}
-OPENED = [("run", "light"), ("plan", "light"), *((page, "dark-phone") for page in PAGES)]
+OPENED = [("run", "light"), ("plan", "light"), *((page, "dark-phone") for page in PAGES if page != "runs")]
 REST = [(page, mode) for page in PAGES for mode in MODES if (page, mode) not in OPENED]
-# Text whose contrast with its background is below WCAG 2.2 AA: 4.5, and 3 for large text.
-CONTRAST = """(() => {
-  const parse = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return {c: [r, g, b], a}; };
-  const light = (c) => c.map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const over = (top, below) => top.c.map((v, i) => v * top.a + below[i] * (1 - top.a));
-  const ground = (each) => {
-    const layers = [];
-    for (let at = each; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
-    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
-  };
-  const found = [];
-  let count = 0;
-  for (const each of document.querySelectorAll("body *")) {
-    const text = [...each.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data.trim()).join("");
-    if (!(text || each.matches("input, select")) || each.disabled || each.matches("option")) continue;
-    if (!each.checkVisibility()) continue;
-    const style = getComputedStyle(each), size = parseFloat(style.fontSize);
-    const below = ground(each), ink = parse(each.closest("svg") ? style.fill : style.color);
-    const [one, two] = [light(over(ink, below)), light(below)].sort((a, b) => b - a);
-    const least = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700) ? 3 : 4.5;
-    count += 1;
-    if ((one + 0.05) / (two + 0.05) < least) found.push(`${each.tagName} ${each.className}: ${text} ${ink.c} ${below}`);
-  }
-  return {count, found};
-})()"""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +75,10 @@ def browser(server: UiServer) -> Iterator[Browser]:
 @pytest.mark.parametrize(("page", "mode"), [*OPENED, *(pytest.param(*each, marks=pytest.mark.long) for each in REST)])
 def test_pages_are_quiet_readable_and_fit_in_light_and_dark(browser: Browser, server: UiServer, page: str, mode: str):
     width, is_dark = MODES[mode]
-    opened = browser.open(server.address + PAGES[page], width=width, is_dark=is_dark, script=CONTRAST)
+    opened = browser.open(
+        server.address + PAGES[page], width=width, is_dark=is_dark, script=f"({{...{CONTRAST}, faults: {ACCESS}}})"
+    )
+    assert opened.value["faults"] == []
     assert [each for each in opened.messages if not (page == "refused" and "404" in each)] == []
     assert {urlsplit(url).netloc for url in opened.requests} == {urlsplit(server.address).netloc}
     assert opened.scroll_width == width, "the body scrolls sideways"
@@ -129,8 +107,9 @@ def test_pages_in_files_open_without_a_message_or_a_request_and_run_nothing(brow
     page, html = tmp_path / "page.html", pages_html(pages_of(tmp_path / "runs"), title="page")
     page.write_text(html)
     for width, is_dark in ((390, True), (1280, False)):
-        opened = browser.open(page, width=width, is_dark=is_dark)
+        opened = browser.open(page, width=width, is_dark=is_dark, script=ACCESS)
         assert (opened.messages, opened.requests) == ([], [])
+        assert [each for each in opened.value if not each.startswith("page-has-heading-one")] == [], "a heading a page"
         assert opened.scroll_width == width, "the body scrolls sideways"
         assert opened.background == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
     page.write_text(html.replace("<body>", "<body><script>console.log(1)</script><img src='x.png'>"))
@@ -143,7 +122,10 @@ def test_text_without_contrast_is_found(browser: Browser, server: UiServer):
     assert "H1" in "".join(browser.open(server.address, width=1280, until=pale, script=CONTRAST).value["found"])
 
 
-def test_a_live_page_shows_new_steps_without_being_loaded_again(browser: Browser, server: UiServer, folder: Path):
+def test_a_live_page_shows_new_steps_without_being_loaded_again(
+    browser: Browser, server: UiServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("shardwise.launch.commands.ui.pages.LIVE_S", 0.3)
     page = f"{server.address}/run?name=going"
     before = browser.open(page, width=1280, script="document.querySelector('.live').innerText")
     assert "step 5 of 40" in before.value
@@ -154,7 +136,7 @@ def test_a_live_page_shows_new_steps_without_being_loaded_again(browser: Browser
         with (folder / "going" / "metrics.jsonl").open("a") as stream:
             stream.write(line)
 
-    timer = threading.Timer(0.5, write)
+    timer = threading.Timer(0.2, write)
     timer.start()
     script = "[window.same, document.title, performance.getEntriesByType('navigation').length]"
     after = browser.open(page, width=1280, until=until, script=script)
@@ -233,3 +215,74 @@ def test_the_list_is_filtered_and_two_runs_are_compared(browser: Browser, server
     })()"""
     opened = browser.open(server.address, width=1280, script=script)
     assert opened.value == [True, 1, False, "Compare 3 runs", 3] and opened.messages == []
+
+
+def test_faults_of_access_are_found(browser: Browser, server: UiServer):
+    harm = """(() => {
+      for (const each of document.querySelectorAll("[aria-label]")) each.removeAttribute("aria-label");
+      document.querySelector("nav a").textContent = "";
+      document.body.append(document.createElement("p"));
+      document.body.lastChild.textContent = "outside";
+      document.querySelector("h1").outerHTML = "<h3>title</h3>";
+      return document.querySelector("main");
+    })()"""
+    found = browser.open(f"{server.address}/run?name=good", width=1280, until=harm, script=ACCESS).value
+    rules = {each.partition(":")[0] for each in found}
+    assert rules >= {"svg-img-alt", "control-name", "region", "page-has-heading-one", "heading-order", "aria-label"}
+
+
+@pytest.fixture(scope="module")
+def acting(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[UiServer]:
+    """A server of a hundred runs of eleven learning rates, whose pages may act; the browser has its cookie."""
+    folder, plan = tmp_path_factory.mktemp("many"), tiny_plan()
+    for number in range(100):
+        job = replace(plan.job, train=replace(plan.job.train, lr=1e-3 * (1 + number % 11)))
+        rows = step_rows(range(1, 3), loss=5 - number / 100)
+        write_run(folder / f"run-{number:03}", plan=replace(plan, job=job), rows=rows, has_report=number > 0)
+    with UiServer(folder, 0) as server, locked(folder / "run-000"):
+        server.allow_actions()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        browser.open(f"{server.address}/?token={server.token}", width=1280, until="document.querySelector('main')")
+        yield server
+        server.shutdown()
+
+
+def test_a_hundred_runs_are_sorted_by_a_picked_setting_on_a_dark_phone(browser: Browser, acting: UiServer):
+    until = """(() => {
+      if (!window.began) {
+        window.began = true;
+        document.querySelector("input[name=column][value='train.lr']").click();
+      }
+      return document.querySelector("td.setting[data-name='train.lr']");
+    })()"""
+    script = """(() => {
+      const rows = () => [...document.querySelectorAll("table.runs tbody tr")];
+      const title = [...document.querySelectorAll("[data-sort]")].find((each) => each.textContent === "train.lr");
+      title.click();
+      const rates = rows().map((row) => Number(row.querySelector(".setting").dataset.by));
+      title.click();
+      return [rows().length, rates, Number(rows()[0].querySelector(".setting").dataset.by), location.search, began];
+    })()"""
+    both = f"[{script}, {ACCESS}, {CONTRAST}.found]"
+    opened = browser.open(acting.address, width=390, is_dark=True, until=until, script=both)
+    (count, rates, first, search, began), *faults = opened.value
+    assert count == 100 and rates == sorted(rates) and len(set(rates)) == 11 and first == max(rates)
+    assert search == "?column=train.lr" and began is True, "the page was not loaded again"
+    assert faults == [[], []] and opened.messages == [] and opened.scroll_width == 390
+
+
+def test_a_form_of_a_page_acts_in_a_browser(browser: Browser, acting: UiServer):
+    """The origin that a browser sends is accepted; the form names a run that has ended, so that nothing is stopped."""
+    until = """(() => {
+      const form = document.querySelector("form[action='/act']");
+      if (form && !form.began) {
+        form.began = true;
+        form.closest("details").open = true;
+        form.elements.name.value = "run-001";
+        form.querySelector("button").click();
+      }
+      return document.body.innerText.includes("nothing to cancel");
+    })()"""
+    opened = browser.open(f"{acting.address}/run?name=run-000", width=1280, until=until, script=ACCESS)
+    assert opened.value == [] and opened.messages == []
+    assert not (acting.runs.folder / "run-000" / "cancelled").exists()

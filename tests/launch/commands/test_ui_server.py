@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urlencode
@@ -293,3 +294,163 @@ def test_the_command_prints_its_address_serves_it_and_ends_with_ctrl_c(tmp_path:
         process.kill()
         process.communicate()
     assert PORT > 1024
+
+
+def test_the_page_of_a_run_has_its_log_its_settings_and_other_axes_and_scales(server: UiServer, folder: Path):
+    run = folder / "good"
+    (run / "console.log").write_text("".join(f"line {number} <b>\n" for number in range(300)) + f"{SECRET}\n")
+    (run / "job.yaml").write_text("train:\n  lr: 0.25  # command line\n")
+    page = ask(server, "/run?name=good&x=time&scale=log").text
+    assert "line 299 &lt;b&gt;" in page and "line 50 &lt;b&gt;" not in page and SECRET not in page
+    assert "log, last 200 lines" in page and "lr: 0.25  # command line" in page
+    assert "<option selected>time</option>" in page and "<option selected>log</option>" in page
+    assert ">time in steps</p>" in page and ">step</p>" not in page
+    assert ">step</p>" in ask(server, "/run?name=good&x=<script>&scale=../").text
+    for link in ("console.log", "job.yaml"):
+        (run / link).unlink()
+        (run / link).symlink_to("/etc/passwd")
+    assert "root:" not in ask(server, "/run?name=good").text
+
+
+def test_settings_of_the_query_are_columns_of_the_list_and_others_are_offered(server: UiServer, folder: Path):
+    plan = tiny_plan()
+    faster = replace(plan, job=replace(plan.job, train=replace(plan.job.train, lr=0.125)))
+    write_run(folder / "faster", plan=faster, rows=[])
+    page = ask(server, "/?column=train.lr&column=train.seed&column=train.lr&column=<x>&column=train.nothing").text
+    titles = re.findall(r'data-sort="\d+">([^<]*)</button>', page)
+    assert titles[-3:] == ["started", "train.lr", "train.seed"]
+    (row,) = (each for each in re.findall(r"<tr>.*?</tr>", page, re.DOTALL) if ">faster</a>" in each)
+    assert '<td class="setting" data-name="train.lr" data-by="0.125">0.125</td>' in row
+    offered = dict(re.findall(r'name="column" value="([^"]*)"( checked)?>', page))
+    assert offered["train.lr"] == offered["train.seed"] == " checked" and offered["train.method"] == ""
+    assert "data.packing" not in offered, "a setting that is the same in all runs"
+    assert 'class="setting"' not in ask(server, "/").text
+
+
+@pytest.fixture
+def acting(tmp_path: Path) -> Iterator[UiServer]:
+    """A server whose pages may act, with a run that has ended and the job of a trainer that fails at once."""
+    job = tmp_path / "job.yaml"
+    job.write_text("model: {name: qwen2.5-0.5b}\ndata: {train: none.jsonl}\n")
+    write_run(tmp_path / "runs" / "good")
+    write_run(tmp_path / "runs" / "going", has_report=False)
+    with UiServer(tmp_path / "runs", 0, job) as server:
+        server.allow_actions()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def act(server: UiServer, fields: dict[str, str], **changes: str | None) -> Answer:
+    """A form of a page of the server, or one with other headers; None leaves a header out."""
+    headers = {
+        "Cookie": f"{server.cookie_name}={server.session}",
+        "Origin": server.address,
+        "Content-Type": "application/x-www-form-urlencoded",
+        **changes,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    try:
+        sent = {name.replace("_", "-"): value for name, value in headers.items() if value is not None}
+        connection.request("POST", "/act", urlencode({"nonce": server.runs.nonce, **fields}), sent)
+        reply = connection.getresponse()
+        return Answer(reply.status, reply.read().decode(), reply.headers)
+    finally:
+        connection.close()
+
+
+STOP = {"action": "stop", "name": "going"}
+
+
+def test_an_action_needs_the_cookie_the_own_origin_and_the_value_of_our_pages(acting: UiServer):
+    flag = acting.runs.folder / "going" / "cancelled"
+    refused = [
+        act(acting, STOP, Origin=None),
+        act(acting, STOP, Origin="null"),
+        act(acting, STOP, Origin="http://evil.example"),
+        act(acting, STOP, Origin=f"http://127.0.0.1:{acting.server_port + 1}"),
+        act(acting, STOP, Sec_Fetch_Site="cross-site"),
+        act(acting, STOP, Sec_Fetch_Site="same-site"),
+        act(acting, STOP, Cookie=None),
+        act(acting, {**STOP, "nonce": ""}),
+        act(acting, {**STOP, "nonce": acting.token}),
+    ]
+    assert [each.status for each in refused] == [403] * len(refused)
+    assert act(acting, STOP, Host="evil.example", Origin="http://evil.example").status == 421
+    assert act(acting, {**STOP, "x": "y" * 5000}).status == 413
+    assert ask(acting, "/act?action=stop&name=going").status == 404, "an address alone does nothing"
+    with locked(acting.runs.folder / "going"):
+        assert act(acting, {**STOP, "name": "../runs/going"}).status == 409
+        assert act(acting, {"action": "remove", "name": "going"}).status == 409
+    assert not flag.exists()
+
+
+def test_without_the_option_nothing_acts_and_no_page_has_a_button(server: UiServer, folder: Path):
+    assert act(server, {"action": "stop", "name": "good", "nonce": ""}).status == 405
+    with locked(folder / "linked"):
+        assert "<form method" not in ask(server, "/run?name=linked").text
+
+
+def test_a_run_is_stopped_as_by_the_command(acting: UiServer, monkeypatch: pytest.MonkeyPatch):
+    run = acting.runs.folder / "going"
+    assert "nothing to cancel" in act(acting, {**STOP, "name": "good"}).text
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom shardwise.launch.rundir.lock import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('locked', flush=True)\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(run)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as trainer:
+        try:
+            assert trainer.stdout is not None and trainer.stdout.readline() == b"locked\n"
+            page = ask(acting, "/run?name=going").text
+            assert acting.runs.nonce is not None and f'value="{acting.runs.nonce}"' in page and "Stop this run" in page
+            answer = act(acting, STOP)
+            assert answer.status == 200 and "requested to save a checkpoint and end" in answer.text
+            assert trainer.wait(timeout=20) == -signal.SIGINT and (run / "cancelled").exists()
+        finally:
+            trainer.kill()
+
+
+def test_only_the_own_job_is_started_and_a_mistake_in_it_is_shown(acting: UiServer):
+    own = str(acting.runs.own_file)
+    for fields in ({"model": "qwen2.5-0.5b"}, {"model": own, "card": "RTX-4090"}, {"model": "/etc/passwd"}):
+        assert act(acting, {"action": "start", **fields}).status == 409
+    assert acting.runs.started == []
+    answer = act(acting, {"action": "start", "model": own, "tokens": "1k"})
+    assert answer.status == 409 and "none.jsonl" in answer.text, "what cannot be planned is not started"
+    assert acting.runs.started == []
+
+
+def test_a_started_job_is_a_process_of_its_own_whose_end_stands_in_the_list(acting: UiServer):
+    """It has too little data to hold some out, so that it ends before it trains."""
+    job = acting.runs.own_file
+    assert job is not None
+    rows = job.with_name("rows.jsonl")
+    rows.write_text('{"text": "a b c"}\n' * 50)
+    job.write_text(
+        "model: {config: tiny-llama, tokenizer: train}\ntrain: {seq_len: 64, steps: 3}\n"
+        f"data: {{train: {json.dumps(str(rows))}}}\n"
+    )
+    page = ask(acting, f"/plan?{urlencode({'model': str(job), 'method': 'full'})}").text
+    (form,) = re.findall(r'<form method="post".*?</form>', page, re.DOTALL)
+    fields = {name: unescape(value) for name, value in re.findall(r'name="(\w+)" value="([^"]*)"', form)}
+    assert fields["action"] == "start" and fields["method"] == "full" and fields["nonce"] == acting.runs.nonce
+    answer = act(acting, fields)
+    assert answer.status == 200 and f"shardwise train {job} train.method=full" in answer.text
+    (started,) = acting.runs.started
+    assert started.process.wait(timeout=60) not in (None, 0)
+    listed = ask(acting, "/").text
+    assert f"ended with {started.process.returncode}" in listed and "data.eval" in listed
+
+
+def test_the_model_of_a_run_that_ended_is_asked_where_the_run_exported_one(acting: UiServer):
+    run = acting.runs.folder / "good"
+    assert "Ask the model" not in ask(acting, "/run?name=good").text
+    (run / "export").mkdir()
+    page = ask(acting, "/run?name=good").text
+    assert "Ask the model" in page and 'name="question" required' in page
+    asking = {"action": "ask", "name": "good"}
+    refused = [act(acting, {**asking, "question": text}) for text in ("", "two\nlines")]
+    refused.append(act(acting, {"action": "ask", "name": "none", "question": "why"}))
+    assert [each.status for each in refused] == [409] * 3

@@ -10,7 +10,16 @@ from reported_run import measured_figures, report_for, step_rows, tiny_plan, wri
 from run_factory import attempt_record
 
 from shardwise.launch.show.recorded_run import RecordedRun, read_recorded, recorded_runs
-from shardwise.launch.show.run_page import comparison_page, loss_chart, marks_of, memory_chart, run_page
+from shardwise.launch.show.run_page import (
+    XAxis,
+    comparison_page,
+    loss_chart,
+    marks_of,
+    memory_chart,
+    on_axis,
+    run_page,
+    settings_table,
+)
 from shardwise.trainer.planning.page.content import LineChart, Page, Quote, Sentence, Table, page_text
 from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.spec.plan import Plan
@@ -223,3 +232,46 @@ def test_runs_that_have_not_begun_or_are_damaged_stand_in_the_table(tmp_path: Pa
     assert any(each.startswith("queued: ") for each in sentences(page))
     reader = read_page(pages_html([page], title="t"))
     assert "img" not in reader.tags and " ".join(reader.text).count("<img src=x>") >= 3, "names are only text"
+
+
+def test_learning_rate_gradients_and_the_use_of_the_device_are_drawn_if_they_are_measured(tmp_path: Path) -> None:
+    further = {"lr": 1e-4, "grad_norm": 0.5, "gpu_utilization": 0.9, "mfu": 0.4, "gpu_power_w": 300, "padding_share": 0}
+    page = run_page(run_of(tmp_path, rows=step_rows(**further)))
+    drawn = [
+        (block.caption, [each.name for each in block.series]) for block in blocks(page) if isinstance(block, LineChart)
+    ]
+    assert ("learning rate", ["learning rate"]) in drawn
+    assert ("norm of the gradients before clipping", ["gradient norm", "clipped to"]) in drawn
+    assert ("GPU busy, model FLOPs utilisation, padding", ["GPU busy", "MFU"]) in drawn
+    assert "power of the GPU in watts" in dict(drawn) and "temperature of the GPU in degrees Celsius" not in dict(drawn)
+
+
+def test_a_chart_over_steps_is_one_over_tokens_or_time_and_its_marks_move_along(tmp_path: Path) -> None:
+    rows = [{**row, "tokens": 100 * row["step"], "step_s": 1.0 + row["step"]} for row in step_rows(range(2, 41, 2))]
+    rows[9]["skipped"], rows[9]["skipped_rows"] = True, [1]
+    run = run_of(tmp_path, rows=rows)
+    chart = loss_chart(run)
+    assert on_axis(chart, run, XAxis.STEPS) == chart and chart.marks[0].at == 20
+    tokens = on_axis(chart, run, XAxis.TOKENS)
+    assert tokens.x_label == "tokens" and [x for x, _ in tokens.series[0].points] == [
+        100.0 * n for n in range(2, 41, 2)
+    ]
+    assert tokens.marks[0].at == 2000 and [y for _, y in tokens.series[0].points] == [
+        y for _, y in chart.series[0].points
+    ]
+    seconds = [x for x, _ in on_axis(chart, run, XAxis.TIME).series[0].points]
+    assert seconds[:2] == [2 * 3.0, 2 * 3.0 + 2 * 5.0], "a step without a line took as long as the next one"
+    without = read_recorded(write_run(tmp_path / "older"))
+    assert on_axis(loss_chart(without), without, XAxis.TOKENS) == loss_chart(without)
+    labels = [
+        {block.x_label for block in blocks(comparison_page(runs, axis=XAxis.TOKENS)) if isinstance(block, LineChart)}
+        for runs in ([run, run], [run, without])
+    ]
+    assert labels == [{"tokens"}, {"step"}], "runs are drawn on an axis that all of them have"
+
+
+def test_settings_that_differ_from_the_defaults_are_listed_beside_them() -> None:
+    job = tiny_plan().job
+    changed = replace(job, train=replace(job.train, lr=0.25, clip=1.0), log=replace(job.log, tensorboard=True))
+    rows = {row[0]: row[1:] for row in settings_table(changed).rows}
+    assert rows["train.lr"][0] == "0.25" and rows["log.tensorboard"] == ("True", "False") and "train.clip" not in rows

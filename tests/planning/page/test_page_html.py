@@ -18,7 +18,7 @@ from page_reader import read_page
 from planning_factory import plan_of
 
 from shardwise.trainer.planning.explain.comparison import comparison_page
-from shardwise.trainer.planning.explain.plan_page import explain_plan, plan_page
+from shardwise.trainer.planning.explain.plan_page import explain_plan, plan_page, readable
 from shardwise.trainer.planning.page import html as page_html
 from shardwise.trainer.planning.page.content import (
     Bars,
@@ -88,7 +88,7 @@ def test_charts_show_the_parts_of_memory_and_its_events(plan: Plan, html: str) -
     widths = re.findall(r'<rect class="part c\d+" x="[\d.]+%" width="([\d.]+)%" height="22"', html)
     assert len(widths) == len(memory.parts) + 1
     assert float(widths[0]) == pytest.approx(100 * next(iter(memory.parts.values())) / memory.usable_bytes, abs=0.01)
-    assert all(event in " ".join(reader.text) for event in memory.events)
+    assert all(readable(event) in " ".join(reader.text) for event in memory.events)
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>'])
@@ -278,3 +278,57 @@ def test_averaged_lines_of_the_same_steps_keep_the_same_steps() -> None:
     assert len(found) == 100 and [x for x, _ in found] == [x for x, _ in beside]
     assert {y for _, y in found} == {0.5} and beside[0] == (9.0, None) and beside[1] == (19.0, 1.0)
     assert page_html.averaged(points[:5]) == points[:5]
+
+
+def test_a_few_values_far_above_all_others_are_marked_above_the_chart_and_leave_its_scale() -> None:
+    usual = [(float(step), 1.0 + step % 3 / 10) for step in range(40)]
+    far = (*usual, (40.0, 13.0), (41.0, 9.0))
+    axes = page_html.axes_of(chart(far, clips=True))
+    assert axes is not None and 1.2 < axes.top < 2 and axes.y(13.0) == 0
+    text = written(chart(far, clips=True))
+    assert "2 values above the chart, 13 at" in text and "40 the highest" in text and text.count("\u25b2<title>") == 2
+    for same in (
+        chart(far),
+        chart(usual, clips=True),
+        chart(far[-12:], clips=True),
+        chart(far, clips=True, is_log=True),
+    ):
+        whole = page_html.axes_of(same)
+        highest = max(y for _, y in same.series[0].points if y is not None)
+        assert whole is not None and whole.top > highest and "above the chart" not in written(same)
+    level = Series(name="usable", points=((0, 20.0), (41, 20.0)), is_dashed=True)
+    with_level = chart(far, clips=True)
+    axes = page_html.axes_of(replace(with_level, series=(*with_level.series, level)))
+    assert axes is not None and axes.top > 20
+
+
+def test_on_a_log_scale_equal_factors_are_equally_far_apart_and_what_is_not_above_zero_is_a_gap() -> None:
+    points = ((0, 0.0), (1, 0.01), (2, 1.0), (3, 100.0), (4, -1.0))
+    axes = page_html.axes_of(chart(points, is_log=True))
+    assert axes is not None and axes.is_log
+    low, middle, high = (axes.y(value) for value in (0.01, 1.0, 100.0))
+    assert low - middle == pytest.approx(middle - high) and 0 < high < low < 180
+    assert page_html.line_path(points, axes).count("M") == 1 and page_html.line_path(points, axes).count("L") == 2
+    assert page_html.log_ticks(0.009, 110) == pytest.approx((0.01, 0.1, 1, 10, 100))
+    assert page_html.log_ticks(2.1, 6.0) != () and all(2.1 <= tick <= 6 for tick in page_html.log_ticks(2.1, 6.0))
+    without = page_html.axes_of(chart(((0, 0.0), (1, -1.0)), is_log=True))
+    assert without is not None and not without.is_log
+
+
+@given(st.floats(1e-9, 1e9), st.floats(1.001, 1e12))
+def test_ticks_of_a_log_scale_are_few_and_within(low: float, factor: float) -> None:
+    found = page_html.log_ticks(low, low * factor)
+    assert 1 <= len(found) <= 7 and all(low * (1 - 1e-9) <= tick <= low * factor * (1 + 1e-9) for tick in found)
+
+
+def test_a_page_within_another_one_styles_nothing_else_and_folds_what_is_not_named(plan: Plan) -> None:
+    text = page_html.fragment_html(plan_page(plan), title="<b>fits</b>", shown=("speed", "memory"))
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    selectors = re.findall(r"([^{}]+)\{", re.sub(r"@media[^{]*\{", "", style))
+    assert len(selectors) > 30
+    assert [each for part in selectors for each in part.split(",") if not each.strip().startswith(".shardwise")] == []
+    assert style.count("{") == style.count("}") == page_html.STYLE.count("{")
+    titles = re.findall(r"<(h2|summary)>(.*?)</\1>", text)
+    assert [title.partition(" ")[0].rstrip(":") for tag, title in titles if tag == "h2"] == ["speed", "memory"]
+    assert len(titles) == len(plan_page(plan).sections) and "&lt;b&gt;fits" in text
+    assert not re.search(r"<script|<link|src=|\son\w+=", text)

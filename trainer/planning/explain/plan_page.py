@@ -246,7 +246,8 @@ def memory_section(plan: Plan, context: PlanningContext) -> Section:
     outside = max(0, memory.need_bytes - memory.peak_allocated_bytes)
     each = "rank" if context.is_cpu else "GPU"
     total = max(memory.usable_bytes, memory.need_bytes)
-    events = tuple((name, float(size), format_bytes(size)) for name, size in memory.events.items())
+    events = tuple((readable(name), float(size), format_bytes(size)) for name, size in memory.events.items())
+    parts = {readable(name): size for name, size in memory.parts.items()}
     sentences = (
         f"peak allocated {format_bytes(memory.peak_allocated_bytes)}, low {format_bytes(memory.low_bytes)}, high "
         f"{format_bytes(memory.high_bytes)}; reserved {format_bytes(memory.peak_reserved_bytes)}; device total "
@@ -255,13 +256,29 @@ def memory_section(plan: Plan, context: PlanningContext) -> Section:
     )
     return Section(
         title=f"memory of each {each}: {memory_text(memory)}; the peak is "
-        f"{format_bytes(memory.peak_allocated_bytes)} allocated, at {memory.peak_event}",
+        f"{format_bytes(memory.peak_allocated_bytes)} allocated, at {readable(memory.peak_event)}",
         blocks=(
-            StackedBar(parts={**memory.parts, "context and margin": outside}, total=total),
+            StackedBar(parts={**parts, "context and margin": outside}, total=total),
             Bars(caption="allocated at every event of a step", rows=events),
             *(Sentence(text=text) for text in sentences),
         ),
     )
+
+
+_READABLE = {
+    "block_backward_top": "backward of the last block",
+    "block_backward_middle": "backward of a middle block",
+    "block_backward_bottom": "backward of the first block",
+    "forward_end": "end of the forward",
+    "recomputed_block": "a block that is recomputed",
+    "gradients_complete": "all gradients complete",
+    "optimizer_step": "update of the weights",
+}
+
+
+def readable(name: str) -> str:
+    """The name of a part or an event of memory as it is shown."""
+    return _READABLE.get(name, name.replace("_", " "))
 
 
 def speed_section(plan: Plan, context: PlanningContext) -> Section:

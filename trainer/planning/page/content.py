@@ -22,6 +22,7 @@ class Unit(StrEnum):
     COUNT = "count"
     BYTES = "bytes"
     SECONDS = "seconds"
+    SHARE = "share"
 
     def text(self, value: float) -> str:
         """`1.5 GiB`, `12.3k`, `45 ms` or `4.2`."""
@@ -29,6 +30,8 @@ class Unit(StrEnum):
             return format_bytes(round(value))
         if self is Unit.SECONDS:
             return "0" if not value else format_seconds(value)
+        if self is Unit.SHARE:
+            return f"{100 * value:.3g}%"
         return format_count(value) if self is Unit.COUNT else f"{value:,.6g}"
 
 
@@ -136,6 +139,8 @@ class LineChart(Value, frozen=True, kw_only=True, tag=True):
     bands: tuple[Span, ...] = ()  # coloured by their text
     from_zero: bool = True
     is_stacked: bool = False
+    is_log: bool = False  # of y; values that are not above 0 are gaps; without effect on areas
+    clips: bool = False  # a few values far above all others do not set the scale
 
 
 Block = Sentence | Quote | Table | StackedBar | Bars | PairedBars | Spans | LineChart

@@ -12,6 +12,7 @@ is a gap: the line ends before it and starts again after it. A figure between tw
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
@@ -48,6 +49,39 @@ def pages_html(pages: Sequence[Page], *, title: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def fragment_html(page: Page, *, title: str, shown: Iterable[str]) -> str:
+    """A page within another one, such as a notebook: the sections of these names, and below them all others, folded.
+
+    Its style applies to it alone.
+    """
+    opened = list(shown)
+    first = [section for section in page.sections if section.name in opened]
+    folded = [section for section in page.sections if section.name not in opened]
+    lines = [f'<div class="{_FRAGMENT}"><style>{scoped(STYLE, _FRAGMENT)}</style>', f"<h1>{escape(title)}</h1>"]
+    for section in sorted(first, key=lambda section: opened.index(section.name)):
+        lines += _section(section)
+    for section in folded:
+        blocks = "\n".join(line for block in section.blocks for line in block_html(block))
+        lines.append(f"<details><summary>{escape(section.title)}</summary>\n{blocks}</details>")
+    return "\n".join((*lines, "</div>"))
+
+
+_FRAGMENT = "shardwise"
+_RULE = re.compile(r"(@media[^{]*\{)|([^{}@]+)\{")
+
+
+def scoped(style: str, name: str) -> str:
+    """The rules of a style sheet for elements within those of class `name`, which stand for the document."""
+
+    def prefixed(found: re.Match[str]) -> str:
+        if found[1]:
+            return found[1]
+        selectors = (each.strip() for each in found[2].split(","))
+        return ", ".join(f".{name}" if each in (":root", "body") else f".{name} {each}" for each in selectors) + " {"
+
+    return _RULE.sub(prefixed, style)
 
 
 def _page(page: Page) -> Iterator[str]:
@@ -121,6 +155,7 @@ class Axes(NamedTuple):
     right: float
     bottom: float
     top: float
+    is_log: bool = False  # of y
 
     def x(self, value: float) -> float:
         """Units from the left edge."""
@@ -131,8 +166,10 @@ class Axes(NamedTuple):
         return (value - self.left) / (self.right - self.left) if self.right > self.left else 0.5
 
     def y(self, value: float) -> float:
-        """Units from the upper edge."""
-        return PLOT_HEIGHT * (1 - (value - self.bottom) / (self.top - self.bottom))
+        """Units from the upper edge, 0 for a value above it."""
+        low, high = (math.log(edge) if self.is_log else edge for edge in (self.bottom, self.top))
+        place = math.log(value) if self.is_log else value
+        return PLOT_HEIGHT * max(0.0, 1 - (place - low) / (high - low))
 
 
 NUM_COLOURS = 12
@@ -284,7 +321,8 @@ def line_chart_html(chart: LineChart) -> Iterator[str]:
     axes = axes_of(chart)
     if axes is None:
         return
-    heights = [(value, _ABOVE + axes.y(value)) for value in unit_ticks(axes.bottom, axes.top, chart.unit)]
+    values = log_ticks(axes.bottom, axes.top) if axes.is_log else unit_ticks(axes.bottom, axes.top, chart.unit)
+    heights = [(value, _ABOVE + axes.y(value)) for value in values]
     height = _ABOVE + PLOT_HEIGHT + _BELOW
     yield f"<h3>{escape(chart.caption)}</h3>"
     yield _keys(_series_keys(chart))
@@ -299,9 +337,30 @@ def line_chart_html(chart: LineChart) -> Iterator[str]:
     yield from _paths(chart, axes)
     yield "</svg>"
     yield from _marks(chart.marks, axes)
+    beyond = _beyond(chart, axes)
+    yield from (
+        f'<text class="faint" x="{axes.x_share(x):.2%}" y="{_ABOVE + 2}" text-anchor="middle" aria-hidden="true">'
+        f"\u25b2<title>{escape(chart.unit.text(y))}</title></text>"
+        for x, y in beyond
+    )
     labels = ((value, chart.x_unit.text(value)) for value in unit_ticks(axes.left, axes.right, chart.x_unit))
     yield from _x_ticks(labels, axes, _ABOVE + PLOT_HEIGHT + 16)
-    yield f'</svg></div>\n<p class="axis">{escape(chart.x_label)}</p>'
+    yield f'</svg></div>\n<p class="axis">{escape(_beyond_text(chart, beyond) + chart.x_label)}</p>'
+
+
+def _beyond(chart: LineChart, axes: Axes) -> list[tuple[float, float]]:
+    """Points above the upper edge."""
+    found = {(x, y) for upper in _uppermost(chart) for x, y in upper if y is not None and is_figure(y) and y > axes.top}
+    return sorted(found)
+
+
+def _beyond_text(chart: LineChart, beyond: Sequence[tuple[float, float]]) -> str:
+    if not beyond:
+        return ""
+    x, y = max(beyond, key=lambda point: point[1])
+    number = f"{len(beyond)} values" if len(beyond) > 1 else "one value"
+    at = f"{chart.x_label} {chart.x_unit.text(x)}"
+    return f"\u25b2 {number} above the chart, {chart.unit.text(y)} at {at} the highest; "
 
 
 def _paths(chart: LineChart, axes: Axes) -> Iterator[str]:
@@ -391,11 +450,51 @@ def axes_of(chart: LineChart) -> Axes | None:
         return None
     places = [x for series in chart.series for x, _ in series.points]
     places += [place for band in chart.bands for place in (band.begin, band.end)]
+    if chart.is_log and not chart.is_stacked and (above := [height for height in heights if height > 0]):
+        low, high = min(above), max(above)
+        room = max(high / low, 1.1) ** _ROOM_ABOVE
+        return Axes(min(places), max(places), low / room, high * room, is_log=True)
     low, high = min(heights), max(heights)
     bottom = min(0.0, low) if chart.from_zero or chart.is_stacked else low
+    high = _usual_height(chart, bottom, high) if chart.clips else high
     room = (high - bottom) * _ROOM_ABOVE or abs(high) * _ROOM_ABOVE or 1.0
     lowest = bottom if chart.from_zero or chart.is_stacked else bottom - room
     return Axes(min(places), max(places), lowest, high + room)
+
+
+_CLIPPED_FROM = 20  # values, of which one in twenty may be above the chart
+_USUAL_SHARE, _FAR = 0.95, 3.0
+
+
+def _usual_height(chart: LineChart, bottom: float, high: float) -> float:
+    """A height above nearly all values, if the highest one is `_FAR` times as far from `bottom`; else `high`."""
+    measured = sorted(y for upper in _uppermost(chart) for _, y in upper if y is not None and is_figure(y))
+    if len(measured) < _CLIPPED_FROM:
+        return high
+    usual = measured[int(_USUAL_SHARE * (len(measured) - 1))]
+    if usual <= bottom or measured[-1] - bottom <= _FAR * (usual - bottom):
+        return high
+    levels = (y for each in chart.series if each.is_dashed for _, y in each.points if y is not None and is_figure(y))
+    return max(bottom + 1.5 * (usual - bottom), *levels, usual)
+
+
+def _uppermost(chart: LineChart) -> Iterator[Points]:
+    """The measured lines, or the upper edge of all areas together."""
+    if chart.is_stacked:
+        yield from (upper for _, upper in stacked(chart.series)[-1:])
+        return
+    yield from (each.points for each in chart.series if not each.is_dashed)
+
+
+def log_ticks(low: float, high: float) -> tuple[float, ...]:
+    """1, 2 and 5 times powers of ten from `low` to `high`; of many only powers; of none the round figures between."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    within = [value for value in found if low <= value <= high]
+    if len(within) > _MOST_TICKS + 2:
+        tens = [value for value in (10.0**power for power in powers) if low <= value <= high]
+        within = tens[:: -(-len(tens) // _MOST_TICKS)]
+    return tuple(within) if len(within) > 1 else tuple(value for value in ticks(low, high) if value > 0)
 
 
 def ticks(low: float, high: float) -> tuple[float, ...]:
@@ -417,6 +516,8 @@ def unit_ticks(low: float, high: float, unit: Unit) -> tuple[float, ...]:
 
 def line_path(points: Points, axes: Axes) -> str:
     """The `d` of a path through the points; empty where there is none."""
+    if axes.is_log:
+        points = tuple((x, None if y is None or not y > 0 else y) for x, y in points)
     return " ".join(_polyline([(axes.x(x), axes.y(y)) for x, y in part]) for part in parts_of(points))
 
 
