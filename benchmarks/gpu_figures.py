@@ -76,7 +76,7 @@ def present_errors() -> tuple[float, ...]:
         settings = {
             **case.settings,
             "pin.micro_batch": case.micro_batch,
-            "train.tokens_per_step": case.micro_batch * case.seq_len,
+            "train.tokens_per_step": (case.micro_batch or 1) * case.seq_len,
         }
         given = [f"{path}={value}" for path, value in settings.items()]
         plan = api.plan(None, *given, model=case.model, seq_len=case.seq_len, hardware="1xH100-SXM5-80GB")

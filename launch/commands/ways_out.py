@@ -156,7 +156,9 @@ def _loosest(options: PlanOptions, inputs: PlanInputs) -> PlanOptions:
     """All changes of the job at once: where this does not fit, none of them does."""
     loosened = replace(_setting(_allowing(options, OPT_INS), "seq_len", SHORTEST_ROW), vram_cap_bytes=None)
     limits = ["limits.hours=null", "limits.cost=null", "limits.vram=null"]
-    pins = [f"pin.{field}=null" for field in Pin.__struct_fields__ if getattr(inputs.resolved.job.pin, field) is not None]
+    pins = [
+        f"pin.{field}=null" for field in Pin.__struct_fields__ if getattr(inputs.resolved.job.pin, field) is not None
+    ]
     nvme = [each.format(_ANY_NVME_GIB) for each in _NVME]
     tokens = SHORTEST_ROW * inputs.hardware.num_devices
     loosened = _allowing(loosened, [Allowance.OFFLOAD_NVME])
@@ -208,8 +210,8 @@ def _choice(options: PlanOptions, inputs: PlanInputs) -> Plan:
 def _from_the_least(ladder: Sequence[Change], inputs: PlanInputs) -> Iterator[Change]:
     """The first change that fits of a ladder whose every step fits where an earlier one does."""
     if ladder and _plan(ladder[-1][1], inputs) is not None:
-        first = bisect_left(ladder, True, hi=len(ladder) - 1, key=lambda each: _plan(each[1], inputs) is not None)
-        yield ladder[first]
+        steps = range(len(ladder) - 1)
+        yield ladder[bisect_left(steps, 1, key=lambda step: _plan(ladder[step][1], inputs) is not None)]
 
 
 def _way(name: str, options: PlanOptions, plan: Plan) -> WayOut:

@@ -235,7 +235,14 @@ def test_runs_that_have_not_begun_or_are_damaged_stand_in_the_table(tmp_path: Pa
 
 
 def test_learning_rate_gradients_and_the_use_of_the_device_are_drawn_if_they_are_measured(tmp_path: Path) -> None:
-    further = {"lr": 1e-4, "grad_norm": 0.5, "gpu_utilization": 0.9, "mfu": 0.4, "gpu_power_w": 300, "padding_share": 0}
+    further: dict[str, Any] = {
+        "lr": 1e-4,
+        "grad_norm": 0.5,
+        "gpu_utilization": 0.9,
+        "mfu": 0.4,
+        "gpu_power_w": 300,
+        "padding_share": 0,
+    }
     page = run_page(run_of(tmp_path, rows=step_rows(**further)))
     drawn = [
         (block.caption, [each.name for each in block.series]) for block in blocks(page) if isinstance(block, LineChart)

@@ -281,7 +281,7 @@ def test_averaged_lines_of_the_same_steps_keep_the_same_steps() -> None:
 
 
 def test_a_few_values_far_above_all_others_are_marked_above_the_chart_and_leave_its_scale() -> None:
-    usual = [(float(step), 1.0 + step % 3 / 10) for step in range(40)]
+    usual: Points = tuple((float(step), 1.0 + step % 3 / 10) for step in range(40))
     far = (*usual, (40.0, 13.0), (41.0, 9.0))
     axes = page_html.axes_of(chart(far, clips=True))
     assert axes is not None and 1.2 < axes.top < 2 and axes.y(13.0) == 0
