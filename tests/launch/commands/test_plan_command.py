@@ -55,6 +55,22 @@ def test_the_engine_of_a_plan_is_written_for_a_script_of_ones_own(run: Run, tmp_
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3", "fsdp"])
+def test_several_cpu_ranks_of_a_script_train_together_or_not_at_all(run: Run, tmp_path: Path, sharding: str) -> None:
+    """Accelerate has DDP alone for them, and only for a script that states the CPU itself."""
+    folder = tmp_path / "engine"
+    words = ("plan", "model.name=qwen2.5-0.5b", "--method", "full", "--engine-files", str(folder))
+    code, out, err = run(*words, "--hardware", "2xCPU", f"pin.sharding={sharding}")
+    assert (code, out) == (ExitCode.INPUT, "") and sharding in err and not folder.exists()
+    _, remedy = err.strip().rsplit("; ", 1)
+    code, out, _ = run(*words, "--hardware", "2xCPU", remedy)
+    settings = yaml.safe_load((folder / "accelerate.yaml").read_text())
+    assert (code, settings["use_cpu"], settings["num_processes"]) == (ExitCode.DONE, True, 2)
+    assert "use_cpu=True" in out and "each of the 2 processes" in out
+    code, out, _ = run(*words, "--hardware", "1xCPU")
+    assert code == ExitCode.DONE and "use_cpu=True" not in out
+
+
 def test_the_printed_commands_repeat_every_option(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--hardware", "2xRTX-4090", "--gpus", "0", "--vram", "20GiB", "--take", "2")
     changes = ("train.lr=1e-4", "train.method=lora")
