@@ -21,8 +21,9 @@ lines, the header of a CSV, the schema of a Parquet file. Preparation reads more
 import errno
 import os
 import re
+import shlex
 import stat
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib import import_module
@@ -70,6 +71,7 @@ _NEVER_READ = r"\.(bin|pt|pth|pkl|pickle|npy|npz|zip|tar|tgz|rar|7z|docx?|xlsx?|
 CONTENT_PER_BYTE = {".gz": 3.6, ".zst": 3.3, ".bz2": 4.5, ".xz": 4.6, ".parquet": 2.4}
 _BEGINNING = 4096  # bytes
 _LEGIBLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # the suffixes of rows whose beginning is text
+_UTF_16 = (BOM_UTF16_LE, BOM_UTF16_BE)
 _LONGEST_ROW = 2**20  # bytes; a longer one is not parsed
 _LARGEST_ARRAY = 2**26  # bytes; of a longer one, which may come of a small compressed file, rows are not counted
 _MODULES: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # milliseconds each, so imported on use
@@ -367,6 +369,7 @@ def refuse_first_row(listed: PrepareRequest) -> DataFormat | None:
     )
     if listed.extension is not None or not is_line or listed.bad_rows is not BadRows.FAIL:
         return shape_of_first_row(listed) if listed.format is DataFormat.AUTO else listed.format
+    _refuse_encoding(file)
     columns = _columns(file, with_nulls=True)
     if not columns and file.size_bytes < _LONGEST_ROW:
         raise InputError(
@@ -395,10 +398,34 @@ def _refuse_text(listed: PrepareRequest) -> DataFormat:
         )
     if not first.is_remote and compression(first.path) is None:
         with open(first.path, "rb") as stream:  # noqa: PTH123 - as everywhere here
-            place = stream.read(_BEGINNING).find(b"\0")
-        if place >= 0:
+            beginning = stream.read(_BEGINNING)
+        place = beginning.find(b"\0")
+        if place >= 0 and not beginning.startswith(_UTF_16):
             raise InputError(f"data: {first.path}: is not text: NUL byte at offset {place}")
+        _refuse_encoding(first)
     return DataFormat.TEXT
+
+
+def _refuse_encoding(file: SourceFile) -> None:
+    """InputError with the command that converts a file whose beginning is not UTF-8; a compressed one is not read."""
+    if compression(file.path) is not None:
+        return
+    try:
+        with closing(_open(file.path)) as stream:
+            beginning = stream.read(_BEGINNING)
+    except (OSError, EOFError, ValueError):  # damaged, which preparation reports
+        return
+    try:
+        getincrementaldecoder("utf-8")().decode(beginning)  # which may end within a character
+    except UnicodeDecodeError as error:
+        usual, path = "utf-16" if beginning.startswith(_UTF_16) else "latin1", Path(file.path)
+        old, new = (shlex.quote(str(each)) for each in (path, path.with_name(f"utf8-{path.name}")))
+        convert = f"iconv -f {usual} -t utf-8 {old} > {new}"
+        skip = "; data.bad_rows=skip leaves out a few damaged rows" if content_suffix(file.path) in ROW_SUFFIXES else ""
+        raise InputError(
+            f"data: {path}: is not UTF-8 (byte 0x{beginning[error.start]:02x} at offset {error.start}); "
+            f"if it is {usual}: {convert}{skip}"
+        ) from None
 
 
 def _columns(file: SourceFile, *, with_nulls: bool = False) -> Sequence[str]:
