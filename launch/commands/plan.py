@@ -171,8 +171,8 @@ def _engine_files(plans: Sequence[tuple[str, Plan]], folder: Path) -> list[str]:
     has_cpu_ranks = plan.device_kind is DeviceKind.CPU and chosen.num_ranks > 1
     if has_cpu_ranks and not chosen.strategy.sharding.is_replicated:
         raise InputError(
-            f"--engine-files {folder}: on several CPU ranks Accelerate trains a script with DDP, whatever its file "
-            f"says, and {chosen.strategy.name} would be ignored; pin.sharding=ddp"
+            f"--engine-files {folder}: on several CPU ranks Accelerate trains a script with DDP, so that "
+            f"{chosen.strategy.name} of its file would be ignored; pin.sharding=ddp"
         )
     names = write_engine_files(plan, folder)
     settings = [
