@@ -20,6 +20,7 @@ from shardwise.launch.inputs.data_files import (
     python_stdlib_files,
     refuse_first_row,
     row_sizes,
+    sampled_row_sizes,
     shape_of_first_row,
 )
 from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
@@ -191,6 +192,29 @@ def test_the_first_row_of_a_json_file_tells_the_shape_and_its_rows_are_counted(r
         assert refuse_first_row(listed) is shape
     if as_array and indent is None:
         assert row_sizes(listed) == RowSizes(2, len(json.dumps(other)))
+
+
+@pytest.mark.parametrize("num_files", [1, 3, 40])
+@pytest.mark.parametrize("header", ["", "text\n"])
+def test_the_number_of_rows_is_estimated_from_lines_at_places_all_over_the_files(num_files, header, tmp_path):
+    """Also of files whose rows become longer from the first to the last."""
+    suffix = ".csv" if header else ".jsonl"
+    for number in range(num_files):
+        lines = (json.dumps({"text": "a" * (50 + row // 100)}) + "\n" for row in range(20_000 // num_files))
+        (tmp_path / f"rows-{number}{suffix}").write_text(header + "".join(lines))
+    sizes = sampled_row_sizes(listed_request(tmp_path, cache_root=tmp_path))
+    assert sizes is not None and sizes.longest_bytes is None
+    assert sizes.num_rows == pytest.approx(20_000, rel=0.1)
+
+
+def test_rows_that_are_no_lines_are_not_sampled(tmp_path):
+    contents = {"rows.json": "[]", "rows.jsonl.gz": ""}
+    for name, text in contents.items():
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        content = (text or json.dumps({"text": "a"}) + "\n").encode()
+        (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        assert sampled_row_sizes(listed_request(folder / name, cache_root=tmp_path)) is None
 
 
 @pytest.mark.parametrize("content", ['[{"text": "a"}, {"text": NaN}', '[{"text": "a"', "[1, 2"])
