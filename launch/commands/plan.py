@@ -81,7 +81,8 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         else:
             from shardwise.trainer.planning.explain.plan_page import explain_plan
 
-            console.line(explain_plan(plan, top=options.top, more=more.get(spec, ()), show=shown))
+            width = text_width(console)
+            console.line(explain_plan(plan, top=options.top, width=width, more=more.get(spec, ()), show=shown))
         for line in _section(dry_runs.get(spec, ())):
             console.line(line)
     for line in _section(engine_lines):
@@ -90,7 +91,7 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         from shardwise.trainer.planning.explain.comparison import compare_plans
 
         console.line()
-        console.line(compare_plans(results))
+        console.line(compare_plans(results, width=text_width(console)))
     return ExitCode.DONE if plans else ExitCode.NOTHING_FITS
 
 
@@ -257,7 +258,7 @@ def _show_limits(options: PlanOptions, console: Console) -> ExitCode:
             sections.append(limits_section(question, found, machine=machine, seq_len=train.seq_len, shape=inputs.shape))
     page = Page(title=title, sections=tuple(sections))
     if not options.as_json:
-        console.line(page_text(page, width=100))
+        console.line(page_text(page, width=text_width(console)))
     if options.html is not None:
         from shardwise.trainer.planning.page.html import pages_html
 
