@@ -96,7 +96,8 @@ def phase_of(attempt: Path, rank: int) -> str:
 
 def strike(attempt: Path, blow: Blow, num_ranks: int, is_over: Callable[[], bool]) -> bool:
     """Ends the rank; False if its attempt ended before."""
-    order, reached_s = list(PHASES), None
+    order = list(PHASES)
+    reached_s: float | None = None
     while not is_over() and not (attempt.parent / str(int(attempt.name) + 1)).exists():
         ranks = ranks_of(attempt, num_ranks)
         if blow.rank in ranks:

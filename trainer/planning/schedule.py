@@ -153,7 +153,8 @@ def estimate_data(
     num_tokens = int(num_bytes / length)
     num_eval_tokens = int(num_tokens * (eval_share or 0))
     num_train_tokens = num_tokens - num_eval_tokens
-    longest, mean, widths = seq_len, None, tuple[BatchWidth, ...]()
+    longest, widths = seq_len, tuple[BatchWidth, ...]()
+    mean: float | None = None
     if row_sizes is not None:
         num_rows, longest_bytes = row_sizes
         if longest_bytes is not None:
