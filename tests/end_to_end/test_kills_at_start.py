@@ -28,6 +28,7 @@ from shardwise.trainer.spec.messages.rank_files import STEP_PHASES, read_heartbe
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import AttemptRecord, Fault
 
+pytestmark = [pytest.mark.long, pytest.mark.starts, pytest.mark.cold]
 NUM_KILLS = int(os.environ.get("SHARDWISE_START_KILLS", "200"))  # in parts of
 KILLS_A_PART, KILLS_A_RUN = 10, 2  # the third attempt that ends at one step ends a run
 ENGINES = [
@@ -183,9 +184,6 @@ def kill_starts(rows: Path, folder: Path, num_kills: int, seed: int) -> dict[str
     raise AssertionError("unreachable")
 
 
-@pytest.mark.cold
-@pytest.mark.long
-@pytest.mark.starts
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("seed", range(-(-NUM_KILLS // KILLS_A_PART)))
 def test_a_rank_that_ends_while_it_starts_is_named_and_the_run_is_started_again(tmp_path, record_property, seed):

@@ -25,6 +25,8 @@ DS_CONFIGS, FSDP_CONFIGS = sorted(ROOT.glob("ds_configs/*.json")), sorted(ROOT.g
 # What a machine may lack for NVMe: memory that may be locked, for buffers that are sized for models of billions.
 REFUSED = re.compile(r"mlock|lock(ed)? memory|memlock|pinned|Cannot allocate memory|allocate", re.IGNORECASE)
 
+pytestmark = [pytest.mark.long, pytest.mark.products]
+
 SUM = """
 total = sum(float(weight.detach().double().sum()) for weight in trainer.model.parameters())
 print("END", trainer.args.process_index, trainer.args.world_size, total.hex(), flush=True)
@@ -97,8 +99,6 @@ def ends_of(answer: "subprocess.CompletedProcess[str]") -> list[list[str]]:
     return sorted(line.split()[1:] for line in answer.stdout.splitlines() if line.startswith("END "))
 
 
-@pytest.mark.long
-@pytest.mark.products
 def test_the_script_of_the_guide_trains_one_model_on_two_cpu_ranks(place: Workplace) -> None:
     """And without the argument that the plan's last line names, two models: once that is mended the line can go."""
     words = ("qwen2.5-0.5b", "--method", "full", "--seq-len", "128", "--hardware", "2xCPU", "pin.sharding=ddp")
@@ -136,8 +136,6 @@ def by_hand(path: Path, folder: Path, *, num_ranks: int) -> Path:
     return made
 
 
-@pytest.mark.long
-@pytest.mark.products
 @pytest.mark.parametrize("path", [*DS_CONFIGS, *FSDP_CONFIGS], ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_an_engine_file_trains_a_plain_script_or_the_reason_is_said(
     place: Workplace, path: Path, record_property: Callable[[str, object], None]
