@@ -111,10 +111,10 @@ def wrapped(start: str, text: str, width: int | None) -> list[str]:
     if width is None or len(start) + len(text) <= width:
         return [start + text]
     indent = " " * min(len(start), width // 2)
-    words = textwrap.TextWrapper(
+    wrapper = textwrap.TextWrapper(
         width, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-    return words.wrap(text)
+    return wrapper.wrap(text)
 
 
 def folded(text: str, width: int | None) -> str:

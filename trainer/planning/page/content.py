@@ -199,9 +199,9 @@ def table(
     lines = _aligned(rows, set(right), indent)
     if width is None or wide is None or max(map(len, lines)) <= width:
         return lines
-    kept, moved = [column for column in range(len(rows[0])) if column != wide], [wide]
-    while max(map(len, aligned := _columns(rows, kept, set(right), indent))) > width and len(kept) > _LEAST_COLUMNS:
-        moved.append(kept.pop())
+    shown, moved = [column for column in range(len(rows[0])) if column != wide], [wide]
+    while max(map(len, aligned := _columns(rows, shown, set(right), indent))) > width and len(shown) > _LEAST_COLUMNS:
+        moved.append(shown.pop())
     lines = []
     for number, (line, row) in enumerate(zip(aligned, rows, strict=True)):
         lines.append(line)
@@ -214,10 +214,10 @@ def table(
 _LEAST_COLUMNS = 2
 
 
-def _columns(rows: Sequence[Sequence[str]], kept: Sequence[int], right: set[int], indent: str) -> list[str]:
+def _columns(rows: Sequence[Sequence[str]], shown: Sequence[int], right: set[int], indent: str) -> list[str]:
     """Some columns of the rows, aligned."""
-    places = {place for place, column in enumerate(kept) if column in right}
-    return _aligned([[row[column] for column in kept] for row in rows], places, indent)
+    places = {place for place, column in enumerate(shown) if column in right}
+    return _aligned([[row[column] for column in shown] for row in rows], places, indent)
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: set[int], indent: str) -> list[str]:
