@@ -21,6 +21,7 @@ from fault_factory import run_plan
 from kill_factory import Count, check
 from rank_factory import rank_plan, write_rows
 
+from shardwise.launch.attempt.watchdog import WatchLimits
 from shardwise.launch.rundir.process_record import ProcessRecord, descendants, read_records
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ExitCode
@@ -46,6 +47,7 @@ PHASES = {
     "preparing the engine": 0.3,
     FIRST_STEP: 0.2,
 }
+LIMITS = WatchLimits(phase_s=300.0, least_step_s=90.0)  # longer than a supervisor takes to end ranks that do not react
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
@@ -135,7 +137,7 @@ def run_and_strike(plan: Plan, run_dir: Path, blows: Sequence[Blow]) -> list[tup
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        outcome, printed = run_plan(plan, run_dir)
+        outcome, printed = run_plan(plan, run_dir, limits=LIMITS)
     finally:
         is_over.set()
         thread.join()
@@ -174,7 +176,7 @@ def kill_starts(rows: Path, folder: Path, num_kills: int, seed: int) -> dict[str
         phases = [list(PHASES)[(first + further) % len(PHASES)] for further in range(KILLS_A_RUN)]
         plan = rank_plan(
             rows, sharding, num_ranks=num_ranks, micro_batch=2, accumulation=1, sequences_per_step=2 * num_ranks,
-            num_steps=6,
+            num_steps=60,
         )  # fmt: skip
         run_dir = folder / f"run-{number}"
         for each, wrong in run_and_strike(plan, run_dir, blows_of(chance, phases, num_ranks)):
