@@ -4,7 +4,7 @@
 .SUFFIXES:
 
 TARGETS = install train test test-quick test-changed test-long test-long-documents test-long-kills \
-	test-long-products test-long-data test-long-slurm test-long-zoo mutations check bench bench-gpu golden newest transformers \
+	test-long-starts test-long-products test-long-data test-long-slurm test-long-zoo mutations check bench bench-gpu golden newest transformers \
 	oldest uninstall
 
 .PHONY: help $(TARGETS)

@@ -26,10 +26,10 @@ test        everything that continuous integration runs; eleven minutes on two c
 test-quick  what computes little, and one small training; about three minutes
 test-changed
             test files that a change since the main branch (or since the argument) can reach; mostly three minutes
-test-long   full products and repeated kills, all that the six targets below run; about four hours
-test-long-documents, test-long-kills, test-long-products, test-long-data, test-long-slurm, test-long-zoo
-            the documents as they are printed; kills; every combination; large and damaged files; a real Slurm; every model
-            type of transformers: an hour each
+test-long   full products and repeated kills, all that the seven targets below run; about four hours
+test-long-documents, test-long-kills, test-long-starts, test-long-products, test-long-data, test-long-slurm, test-long-zoo
+            the documents as they are printed; kills; kills of starts; every combination; large and damaged files; a real
+            Slurm; every model type of transformers: an hour each
 mutations   faults, each seeded into a copy of the code: do the tests nearest to it fail? about 25 minutes
 check       ruff, mypy over the code, its tests and its benchmarks, import-linter, shellcheck
 bench       benchmarks, as ratios measured side by side
@@ -225,7 +225,7 @@ case $target in
     test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick --budget test-quick "$@" ;;
     test-changed) install_dev; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --changed="${2:-}" ;;
     mutations) install_dev; shift; exec "$bin/python" tests/mutations/run.py "$@" ;;
-    test-long | test-long-documents | test-long-kills | test-long-products | test-long-data | test-long-slurm | test-long-zoo)
+    test-long | test-long-documents | test-long-kills | test-long-starts | test-long-products | test-long-data | test-long-slurm | test-long-zoo)
         group=${target#test-long}
         marks="long${group:+ and ${group#-}}"
         [ "$group" != -zoo ] || marks=zoo # with the types of make test

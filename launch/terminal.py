@@ -7,6 +7,7 @@ NO_COLOR and TERM. It is imported on a terminal only, and without it the text is
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +99,34 @@ def text_width(console: Console) -> int:
     except (OSError, ValueError):
         columns = WIDEST
     return max(NARROWEST, min(columns or WIDEST, WIDEST))
+
+
+def terminal_columns(console: Console) -> int | None:
+    """Columns at which lines are wrapped on a terminal; None where the output goes elsewhere, to be searched in."""
+    return text_width(console) if console.is_terminal else None
+
+
+def wrapped(start: str, text: str, width: int | None) -> list[str]:
+    """`start` and the text, wrapped at spaces below its own beginning; a longer word is left whole."""
+    if width is None or len(start) + len(text) <= width:
+        return [start + text]
+    indent = " " * min(len(start), width // 2)
+    wrapper = textwrap.TextWrapper(
+        width, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.wrap(text)
+
+
+def folded(text: str, width: int | None) -> str:
+    """The text with each line wrapped at `width` columns, two columns deeper; as it is without a width."""
+    if width is None:
+        return text
+    lines: list[str] = []
+    for line in text.splitlines():
+        start = " " * (len(line) - len(line.lstrip()))
+        first, *more = [line] if len(line) <= width else wrapped(start, line.lstrip(), width - 2)
+        lines += [first, *("  " + each for each in more)]
+    return "\n".join(lines)
 
 
 def show_lines(lines: Sequence["Line"], console: Console) -> None:

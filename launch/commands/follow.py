@@ -57,7 +57,7 @@ from shardwise.launch.show.follow import (
     submitted_s,
 )
 from shardwise.launch.show.screen import ViewOutput
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import Console, folded, terminal_columns
 from shardwise.slurm.jobs import QueuedJob, cancel, cancel_waiting, signal_batch_script
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 
@@ -91,7 +91,7 @@ class _EndOfRun:
 
 def run_status(options: StatusOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
     """Shows one run, the points of a sweep, or all of the user's."""
-    queue, base = Queue(environment), Path.cwd()
+    queue, base, width = Queue(environment), Path.cwd(), terminal_columns(console)
     if options.run is None:
         found, others = _own_runs(queue)
         statuses = [_status(files, queue, environment, reads_ended=False) for files in found]
@@ -101,7 +101,9 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
             console.json(statuses)
             return ExitCode.DONE
         console.line(
-            render_table(statuses, base=base) if statuses else f"no runs in {base / RUNS}, and none in a queue"
+            render_table(statuses, base=base, width=width)
+            if statuses
+            else f"no runs in {base / RUNS}, and none in a queue"
         )
         if others:
             console.line(f"runs of others in {RUNS} are left out: {others}; name one to see it")
@@ -115,9 +117,9 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
     if options.as_json:
         console.json(statuses if runs.is_sweep else statuses[0])
     elif runs.is_sweep:
-        console.line(render_table(statuses, base=base))
+        console.line(render_table(statuses, base=base, width=width))
     else:
-        console.line(render_status(statuses[0], base=base))
+        console.line(folded(render_status(statuses[0], base=base), width))
         _offer_sync(runs.runs[0].run_dir, console)
     return ExitCode.DONE
 

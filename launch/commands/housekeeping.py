@@ -5,7 +5,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from shardwise.launch.options import InitOptions, ProbeOptions, SchemaOptions
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import Console, folded, terminal_columns
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.job.sections import DataFormat, Job
 
@@ -67,7 +67,7 @@ def run_probe(options: ProbeOptions, console: Console) -> ExitCode:
     if options.as_json:
         console.json(hardware)
     else:
-        console.line(describe_hardware(hardware))
+        console.line(folded(describe_hardware(hardware), terminal_columns(console)))
     return ExitCode.DONE
 
 

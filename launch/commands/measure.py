@@ -36,7 +36,7 @@ from shardwise.launch.run.trials import check_trials_can_run, ready_inputs, run_
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.lock import locked
 from shardwise.launch.show.report import profile_json, profile_page
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import WIDEST, Console, text_width
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.page.content import Page, page_text
 from shardwise.trainer.spec import codec
@@ -48,7 +48,6 @@ from shardwise.trainer.spec.units import format_count
 
 # As a rank counts them: two that allocate and warm up, one whose memory is measured, and the three that are timed.
 LEAST_LADDER_STEPS = 3
-_WIDTH = 100
 # As a rank counts them: two that allocate and warm up, one whose memory is measured, then those that are timed, and
 # the one that is profiled.
 LEAST_PROFILED_STEPS = 5
@@ -95,7 +94,7 @@ def _show_results(
         console.json(rows)
     else:
         console.line()
-        console.line(page_text(page, width=_WIDTH))
+        console.line(page_text(page, width=text_width(console)))
     written = []
     if options.csv is not None:
         written.append(_write(options.csv, ladder_csv(rows).encode()))
@@ -219,12 +218,13 @@ def _show_profile(options: ProfileOptions, plan: Plan, report: Report, run_dir: 
     if not options.only_time:
         figures = codec.read(run_dir / PROFILE_FOLDER / FIGURES_FILE, ProfileFigures)
     steps_s = timed_steps(run_dir, num_profiled=0 if figures is None else 1)
-    text = page_text(profile_page(plan, report, figures, steps_s), width=_WIDTH)
+    page = profile_page(plan, report, figures, steps_s)
     if options.as_json:
         console.json({"run_dir": str(run_dir), **profile_json(plan, report, figures, steps_s)})
         return
-    console.line(text)
+    console.line(page_text(page, width=text_width(console)))
     if figures is not None:
+        text = page_text(page, width=WIDEST)
         codec.write_bytes(run_dir / PROFILE_FOLDER / "profile.txt", f"{text}\n".encode())
         console.line(f"\nin {run_dir}")
 

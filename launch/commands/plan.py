@@ -32,6 +32,7 @@ from shardwise.trainer.planning.explain.first_screen import first_screen, summar
 from shardwise.trainer.planning.page.content import Page, Section, page_text
 from shardwise.trainer.planning.planner import Extent, open_contexts, take_candidate
 from shardwise.trainer.spec.errors import ExitCode, InputError, NothingFitsError
+from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Plan
@@ -80,7 +81,8 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         else:
             from shardwise.trainer.planning.explain.plan_page import explain_plan
 
-            console.line(explain_plan(plan, top=options.top, more=more.get(spec, ()), show=shown))
+            width = text_width(console)
+            console.line(explain_plan(plan, top=options.top, width=width, more=more.get(spec, ()), show=shown))
         for line in _section(dry_runs.get(spec, ())):
             console.line(line)
     for line in _section(engine_lines):
@@ -89,7 +91,7 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         from shardwise.trainer.planning.explain.comparison import compare_plans
 
         console.line()
-        console.line(compare_plans(results))
+        console.line(compare_plans(results, width=text_width(console)))
     return ExitCode.DONE if plans else ExitCode.NOTHING_FITS
 
 
@@ -165,7 +167,15 @@ def _engine_files(plans: Sequence[tuple[str, Plan]], folder: Path) -> list[str]:
 
     if len(plans) != 1 or plans[0][1].num_machines > 1:
         raise InputError(f"--engine-files {folder}: they are of one machine; give one --hardware, and one node")
-    names, chosen = write_engine_files(plans[0][1], folder), plans[0][1].chosen
+    plan = plans[0][1]
+    chosen = plan.chosen
+    has_cpu_ranks = plan.device_kind is DeviceKind.CPU and chosen.num_ranks > 1
+    if has_cpu_ranks and not chosen.strategy.sharding.is_replicated:
+        raise InputError(
+            f"--engine-files {folder}: on several CPU ranks Accelerate trains a script with DDP, so that "
+            f"{chosen.strategy.name} of its file would be ignored; pin.sharding=ddp"
+        )
+    names = write_engine_files(plan, folder)
     settings = [
         f"method {chosen.method}",
         f"rows of {chosen.seq_len} tokens",
@@ -181,7 +191,16 @@ def _engine_files(plans: Sequence[tuple[str, Plan]], folder: Path) -> list[str]:
         f"Files of {chosen.strategy.name} in {folder}: {', '.join(names)}",
         f"{shlex.join(['accelerate', 'launch', '--config_file', str(folder / names[0])])} YOUR_SCRIPT.py",
         f"set in the script: {', '.join(settings)}",
+        *([_cpu_ranks_line(chosen.num_ranks)] if has_cpu_ranks else []),
     ]
+
+
+def _cpu_ranks_line(num_ranks: int) -> str:
+    """Accelerate 1.15 gives `use_cpu` of its file to a script that it starts alone, and not to several ranks."""
+    return (
+        f"and Accelerator(cpu=True), or TrainingArguments(use_cpu=True): without it each of the {num_ranks} processes "
+        "trains a model of its own"
+    )
 
 
 def _given(options: Mapping[str, object]) -> list[str]:
@@ -239,7 +258,7 @@ def _show_limits(options: PlanOptions, console: Console) -> ExitCode:
             sections.append(limits_section(question, found, machine=machine, seq_len=train.seq_len, shape=inputs.shape))
     page = Page(title=title, sections=tuple(sections))
     if not options.as_json:
-        console.line(page_text(page, width=100))
+        console.line(page_text(page, width=text_width(console)))
     if options.html is not None:
         from shardwise.trainer.planning.page.html import pages_html
 

@@ -46,7 +46,7 @@ from shardwise.launch.run.disk_needs import (
     needed_disk_bytes,
 )
 from shardwise.launch.rundir.paths import output_base
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import Console, terminal_columns
 from shardwise.launch.track.start import check_trackers
 from shardwise.trainer.planning.planner import Extent
 from shardwise.trainer.spec.engines import Offload
@@ -77,7 +77,8 @@ def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping
     if options.as_json:
         console.json(diagnosis)
     else:
-        console.line(render_diagnosis(diagnosis, seconds=time.monotonic() - started))
+        width = terminal_columns(console)
+        console.line(render_diagnosis(diagnosis, seconds=time.monotonic() - started, width=width))
     return diagnosis.exit_code
 
 

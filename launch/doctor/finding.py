@@ -18,6 +18,7 @@ from shardwise.launch.inputs.hub import hub_cache
 from shardwise.launch.job import cache_home
 from shardwise.launch.probe.machine import read_hardware
 from shardwise.launch.probe.torch_fit import TorchResult, run_torch_check
+from shardwise.launch.terminal import wrapped
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.units import format_seconds
@@ -93,16 +94,19 @@ def explained(level: Level, message: str, *, otherwise: str) -> Finding:
 _HEADS = {Level.FAULT: "faults: training would fail", Level.WARNING: "warnings", Level.FINE: "fine"}
 
 
-def render_diagnosis(diagnosis: Diagnosis, *, seconds: float | None = None) -> str:
-    """The findings by level, each with its remedy, and a last line such as `2 faults, 1 warning (8.59 s)`."""
+def render_diagnosis(diagnosis: Diagnosis, *, seconds: float | None = None, width: int | None = None) -> str:
+    """The findings by level, each with its remedy, and a last line such as `2 faults, 1 warning (8.59 s)`.
+
+    Lines are wrapped at `width` columns; without it they are not.
+    """
     lines: list[str] = []
     for level, head in _HEADS.items():
         found = [finding for finding in diagnosis.findings if finding.level is level]
-        width = max((len(finding.check) for finding in found), default=0)
+        longest = max((len(finding.check) for finding in found), default=0)
         lines += [head] if found else []
         for finding in found:
-            lines.append(f"  {finding.check:<{width}}  {finding.sentence}")
-            lines += [f"  {'':<{width}}  -> {finding.fix}"] if finding.fix else []
+            lines += wrapped(f"  {finding.check:<{longest}}  ", finding.sentence, width)
+            lines += wrapped(f"  {'':<{longest}}  -> ", finding.fix, width) if finding.fix else []
         lines += [""] if found else []
     counts = ((diagnosis.num_faults, "fault"), (diagnosis.num_warnings, "warning"))
     last = ", ".join(f"{number or 'no'} {what}{'' if number == 1 else 's'}" for number, what in counts)

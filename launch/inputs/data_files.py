@@ -21,11 +21,13 @@ lines, the header of a CSV, the schema of a Parquet file. Preparation reads more
 import errno
 import os
 import re
+import shlex
 import stat
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -70,7 +72,10 @@ _NEVER_READ = r"\.(bin|pt|pth|pkl|pickle|npy|npz|zip|tar|tgz|rar|7z|docx?|xlsx?|
 CONTENT_PER_BYTE = {".gz": 3.6, ".zst": 3.3, ".bz2": 4.5, ".xz": 4.6, ".parquet": 2.4}
 _BEGINNING = 4096  # bytes
 _LEGIBLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # the suffixes of rows whose beginning is text
+_UTF_16 = (BOM_UTF16_LE, BOM_UTF16_BE)
 _LONGEST_ROW = 2**20  # bytes; a longer one is not parsed
+_LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
+_SAMPLED_PLACES, _SAMPLED_AT_A_PLACE, _GOLDEN = 20, 15, 0.618034
 _LARGEST_ARRAY = 2**26  # bytes; of a longer one, which may come of a small compressed file, rows are not counted
 _MODULES: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # milliseconds each, so imported on use
 
@@ -310,10 +315,10 @@ def _found(path: str) -> FoundFile | None:
 
 
 class RowSizes(NamedTuple):
-    """Number of rows of some files, and the bytes of the longest."""
+    """Number of rows of some files, and the bytes of the longest; None if only some of the rows were read."""
 
     num_rows: int
-    longest_bytes: int
+    longest_bytes: int | None
 
 
 def row_sizes(listed: PrepareRequest) -> RowSizes | None:
@@ -342,6 +347,43 @@ def _row_sizes(stream: IO[bytes], suffix: str) -> list[int]:
     return [len(row) for row in msgspec.json.decode(content.removeprefix(BOM_UTF8), type=list[msgspec.Raw])]
 
 
+def sampled_row_sizes(listed: PrepareRequest) -> RowSizes | None:
+    """About how many rows the listed files have, by the lengths of some hundred lines at places all over them.
+
+    None unless every file has a row a line, is on this machine and is not compressed.
+    """
+    files = [file for file in listed.files if file.size_bytes]
+    is_line = all(
+        content_suffix(file.path) in _LINES and compression(file.path) is None and not file.is_remote for file in files
+    )
+    if not files or not is_line or listed.window_bytes is not None:
+        return None
+    ends = list(accumulate(file.size_bytes * file.weight for file in files))
+    rows_per_byte = []
+    try:
+        for place in range(_SAMPLED_PLACES):
+            at = (place * _GOLDEN + 0.5) % 1.0 * ends[-1]  # spread evenly, and not as files of one size are
+            file, end = next((file, end) for file, end in zip(files, ends, strict=True) if at < end)
+            lengths = _lengths_of_lines(file, before_end=int((end - at) / file.weight))
+            rows_per_byte.append(len(lengths) / sum(lengths))
+    except (OSError, ValueError, ZeroDivisionError):  # changed meanwhile, which preparation reports
+        return None
+    return RowSizes(max(1, round(ends[-1] * sum(rows_per_byte) / len(rows_per_byte))), None)
+
+
+def _lengths_of_lines(file: SourceFile, *, before_end: int) -> list[int]:
+    """Bytes of some whole lines that begin so far before the end of a file; of its first ones if none does."""
+    with closing(_open(file.path)) as stream:
+        for start in (max(0, file.size_bytes - before_end), 0):
+            stream.seek(start)
+            if start:
+                stream.readline(_LONGEST_ROW)  # the rest of a line
+            lines = [stream.readline(_LONGEST_ROW) for _ in range(_SAMPLED_AT_A_PLACE)]
+            if any(line.strip() for line in lines):
+                break
+    return [len(line) for line in lines if line.strip()]
+
+
 def shape_of_first_row(listed: PrepareRequest) -> DataFormat | None:
     """The shape of the first row of the listed files; None if they are text or the row cannot be read."""
     file = next((file for file in listed.files if content_suffix(file.path) in ROW_SUFFIXES), None)
@@ -367,6 +409,7 @@ def refuse_first_row(listed: PrepareRequest) -> DataFormat | None:
     )
     if listed.extension is not None or not is_line or listed.bad_rows is not BadRows.FAIL:
         return shape_of_first_row(listed) if listed.format is DataFormat.AUTO else listed.format
+    _refuse_encoding(file)
     columns = _columns(file, with_nulls=True)
     if not columns and file.size_bytes < _LONGEST_ROW:
         raise InputError(
@@ -395,10 +438,34 @@ def _refuse_text(listed: PrepareRequest) -> DataFormat:
         )
     if not first.is_remote and compression(first.path) is None:
         with open(first.path, "rb") as stream:  # noqa: PTH123 - as everywhere here
-            place = stream.read(_BEGINNING).find(b"\0")
-        if place >= 0:
+            beginning = stream.read(_BEGINNING)
+        place = beginning.find(b"\0")
+        if place >= 0 and not beginning.startswith(_UTF_16):
             raise InputError(f"data: {first.path}: is not text: NUL byte at offset {place}")
+        _refuse_encoding(first)
     return DataFormat.TEXT
+
+
+def _refuse_encoding(file: SourceFile) -> None:
+    """InputError with the command that converts a file whose beginning is not UTF-8; a compressed one is not read."""
+    if compression(file.path) is not None:
+        return
+    try:
+        with closing(_open(file.path)) as stream:
+            beginning = stream.read(_BEGINNING)
+    except (OSError, EOFError, ValueError):  # damaged, which preparation reports
+        return
+    try:
+        getincrementaldecoder("utf-8")().decode(beginning)  # which may end within a character
+    except UnicodeDecodeError as error:
+        usual, path = "utf-16" if beginning.startswith(_UTF_16) else "latin1", Path(file.path)
+        old, new = (shlex.quote(str(each)) for each in (path, path.with_name(f"utf8-{path.name}")))
+        convert = f"iconv -f {usual} -t utf-8 {old} > {new}"
+        skip = "; data.bad_rows=skip leaves out a few damaged rows" if content_suffix(file.path) in ROW_SUFFIXES else ""
+        raise InputError(
+            f"data: {path}: is not UTF-8 (byte 0x{beginning[error.start]:02x} at offset {error.start}); "
+            f"if it is {usual}: {convert}{skip}"
+        ) from None
 
 
 def _columns(file: SourceFile, *, with_nulls: bool = False) -> Sequence[str]:

@@ -17,6 +17,7 @@ from shardwise.launch.inputs.data_files import (
     list_files,
     refuse_first_row,
     row_sizes,
+    sampled_row_sizes,
     shape_of_first_row,
     source_bytes,
 )
@@ -474,10 +475,13 @@ def profile_data(inputs: PlanInputs) -> DataProfile:
     if not inputs.assumes_data:
         check_shape(shape, packing=inputs.request.packing, loss_on=inputs.request.loss_on)
         _refuse_template(inputs.request, shape)
-    is_counted = inputs.request.packing is False and is_small(num_bytes, seq_len=seq_len, vocab_size=vocab_size)
+    sizes = None
+    if inputs.request.packing is False and encoding_of(shape) is Encoding.RENDERED and not inputs.assumes_data:
+        is_counted = is_small(num_bytes, seq_len=seq_len, vocab_size=vocab_size)
+        sizes = (row_sizes if is_counted else sampled_row_sizes)(inputs.request)
     profile = estimate_data(
         num_bytes=num_bytes,
-        row_sizes=row_sizes(inputs.request) if is_counted and encoding_of(shape) is Encoding.RENDERED else None,
+        row_sizes=sizes,
         window_bytes=inputs.request.window_bytes,
         seq_len=seq_len,
         vocab_size=vocab_size,

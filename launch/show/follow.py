@@ -21,7 +21,7 @@ from shardwise.launch.rundir.lock import recorded_owner
 from shardwise.launch.rundir.state import Judged, Queue, RunState, RunStatus, judge, read_liveness
 from shardwise.launch.show.screen import ViewOutput
 from shardwise.launch.show.view import RECENT_STEPS, LiveView, MetricsTail, StepLog, view_of
-from shardwise.launch.terminal import Console
+from shardwise.launch.terminal import Console, wrapped
 from shardwise.slurm.jobs import describe_ended, describe_queued
 from shardwise.trainer.spec.messages.rank_files import TRAINING_PHASE
 from shardwise.trainer.spec.plan import Plan
@@ -214,16 +214,19 @@ def state_text(files: RunFiles, judged: Judged, *, now_s: float) -> str:
     return phase if silent_s < SILENT_S else f"{phase}, no heartbeat for {format_seconds(silent_s)}"
 
 
-def render_table(statuses: Sequence[RunStatus], *, base: Path) -> str:
-    """One line a run; paths below `base` are shown relative to it."""
+def render_table(statuses: Sequence[RunStatus], *, base: Path, width: int | None = None) -> str:
+    """One line a run, of more than `width` columns two; paths below `base` are shown relative to it."""
     rows = [
         (shown_path(status.run_dir, base), status.state.value.replace("_", " "), _steps(status), _figures(status))
         for status in statuses
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
-    )
+    starts = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}" for row in rows]
+    lines = [f"{start}  {row[3]}".rstrip() for start, row in zip(starts, rows, strict=True)]
+    if width is not None and max(map(len, lines), default=0) > width:
+        pairs = zip(starts, rows, strict=True)
+        lines = [line for start, row in pairs for line in (start, *(wrapped("    ", row[3], width) if row[3] else ()))]
+    return "\n".join(lines)
 
 
 def render_status(status: RunStatus, *, base: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from export_factory import IDLE, write_idle_base
+from tracker_factory import LoggedRun
 from workplace_factory import LIMIT_S, SENTENCES, TINY_CONFIG, Workplace, make_workplace, read_metrics, wait_for
 
 from shardwise.launch.attempt.supervisor import StopRequest, watch_attempt
@@ -92,6 +93,7 @@ def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: 
     resumed = place.run("train", "job.yaml", *words, "--run-dir", run, "--resume", check=False)
     assert resumed.returncode == 4 and "is in use by process" in resumed.stderr
     wait_for(lambda: list((run / "wandb").glob("offline-run-*")), "a tracker", process)
+    watching = place.start("watch", run)
     live = f"step 5: {IDLE}" if words else ""
     wait_for(lambda: live in (tmp_path / "hand.log").read_text(), "the idle adapters", process)
     assert "requested" in place.run("cancel", run).stdout
@@ -100,6 +102,8 @@ def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: 
     first = report_of(run)
     assert (first.ending, first.exit_code) == (Ending.STOPPED, 130) and first.checkpoint is not None
     assert ": stopped" in status(place, run)
+    watched = watching.communicate(timeout=LIMIT_S)[0]
+    assert watching.returncode == 0 and "/40000  loss " in watched and "shardwise report " in watched, watched
 
     place.run("train", "job.yaml", *words, "--run-dir", run, "--resume", "--dry-run")
     process = start(place, run, 2)
@@ -116,3 +120,7 @@ def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: 
     assert (
         f"stopped by request at step {second.step} of 40000" in printed.read_text() and "lr 0.0" in printed.read_text()
     )
+    assert f"stopped by request at step {second.step} of 40000" in place.run("report", run).stdout
+    logs = [LoggedRun(log) for log in sorted((run / "wandb").glob("offline-run-*/*.wandb"))]
+    assert len({log.identity for log in logs}) == 1
+    assert sorted(row["step"] for log in logs for row in log.history) == steps

@@ -168,13 +168,18 @@ def halves(candidate: Candidate) -> tuple[Candidate, ...]:
 
 
 def run_plan(
-    plan: Plan, run_dir: Path, *, stop: StopRequest | None = None, resume: bool = False
+    plan: Plan,
+    run_dir: Path,
+    *,
+    stop: StopRequest | None = None,
+    resume: bool = False,
+    limits: WatchLimits = LIMITS,
 ) -> tuple[RunOutcome, str]:
     """The outcome of a supervised run of the plan, and the supervisor's output."""
     lines = io.StringIO()
     run_dir.mkdir(parents=True, exist_ok=True)
     outcome = run_attempts(
         plan, run_dir=run_dir, resume=resume, extensions_dir=run_dir / "operators", console=Console(lines),
-        stop=stop or StopRequest(), environment={**os.environ, "OMP_NUM_THREADS": "1"}, limits=LIMITS,
+        stop=stop or StopRequest(), environment={**os.environ, "OMP_NUM_THREADS": "1"}, limits=limits,
     )  # fmt: skip
     return outcome, lines.getvalue()

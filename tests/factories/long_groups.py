@@ -13,6 +13,7 @@ GROUPS: dict[str, tuple[str, ...]] = {  # the first with a prefix that fits
     "data": ("tests/runtime/data/", "tests/end_to_end/test_damaged_files.py"),
     "kills": ("tests/runtime/checkpoint/", "tests/end_to_end/", "tests/launch/"),
     "products": ("tests/",),
+    "starts": (),
     ZOO: (),
 }
 

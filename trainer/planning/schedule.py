@@ -138,12 +138,13 @@ def estimate_data(
     is_packed: bool = True,
     shape: DataFormat = DataFormat.TEXT,
     window_bytes: int | None = None,
-    row_sizes: tuple[int, int] | None = None,
+    row_sizes: tuple[int, int | None] | None = None,
 ) -> DataProfile:
     """A profile of `num_bytes` of text, `eval_share` of it held out; preferences are pairs of rows, never packed.
 
     Of a stream, whose windows have `window_bytes`, that of the first window. `row_sizes` are the number of examples
     and the bytes of the longest, if they are counted: each is a row that is not packed, as wide as the mean on average.
+    Without the longest, the number is of a sample, and the longest may have seq_len.
     """
     num_bytes = num_bytes if window_bytes is None else min(num_bytes, window_bytes)
     rows_per_example = SHAPES[shape].rows_per_example
@@ -153,8 +154,11 @@ def estimate_data(
     num_eval_tokens = int(num_tokens * (eval_share or 0))
     num_train_tokens = num_tokens - num_eval_tokens
     longest, widths = seq_len, tuple[BatchWidth, ...]()
+    mean: float | None = None
     if row_sizes is not None:
-        num_rows, longest = row_sizes[0], min(seq_len, math.ceil(_LENGTH_MARGIN * row_sizes[1] / length))
+        num_rows, longest_bytes = row_sizes
+        if longest_bytes is not None:
+            longest = min(seq_len, math.ceil(_LENGTH_MARGIN * longest_bytes / length))
         row_tokens, mean = max(1, num_tokens // num_rows), min(float(longest), num_tokens / num_rows / rows_per_example)
         widths = (BatchWidth(micro_batch=1, mean_width=mean, mean_width_sorted=mean),)
     return DataProfile(
@@ -164,6 +168,7 @@ def estimate_data(
         num_tokens=num_train_tokens,
         longest_row=longest,
         batch_widths=widths,
+        mean_cut_tokens=mean,
         is_packed=is_packed and rows_per_example == 1,
         fingerprint="estimated",
         vocab_size=vocab_size,

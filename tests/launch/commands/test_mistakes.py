@@ -22,6 +22,7 @@ MISTAKES = {
     "a model to chat with": ("chat hf", "RUN/export"),
     "no run": ("report empty", "shardwise status"),
     "neither a run": ("status empty", "shardwise status"),
+    "a file in Latin-1": ("plan job.yaml data.train=latin.txt", "iconv -f latin1 -t utf-8 "),
 }
 
 
@@ -34,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "chats.jsonl").write_text(50 * f"{json.dumps({'messages': turns})}\n")
     (tmp_path / "script.py").write_text('import os\nprint("a: b")\n')
     (tmp_path / "job.yaml").write_text("model: {name: llama-3.2-1b}\ndata: {train: chats.jsonl, eval: none}\n")
+    (tmp_path / "latin.txt").write_bytes("schön\n".encode("latin1"))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "empty").mkdir()

@@ -55,6 +55,22 @@ def test_the_engine_of_a_plan_is_written_for_a_script_of_ones_own(run: Run, tmp_
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3", "fsdp"])
+def test_several_cpu_ranks_of_a_script_train_together_or_not_at_all(run: Run, tmp_path: Path, sharding: str) -> None:
+    """Accelerate has DDP alone for them, and only for a script that states the CPU itself."""
+    folder = tmp_path / "engine"
+    words = ("plan", "model.name=qwen2.5-0.5b", "--method", "full", "--engine-files", str(folder))
+    code, out, err = run(*words, "--hardware", "2xCPU", f"pin.sharding={sharding}")
+    assert (code, out) == (ExitCode.INPUT, "") and sharding in err and not folder.exists()
+    _, remedy = err.strip().rsplit("; ", 1)
+    code, out, _ = run(*words, "--hardware", "2xCPU", remedy)
+    settings = yaml.safe_load((folder / "accelerate.yaml").read_text())
+    assert (code, settings["use_cpu"], settings["num_processes"]) == (ExitCode.DONE, True, 2)
+    assert "use_cpu=True" in out and "each of the 2 processes" in out
+    code, out, _ = run(*words, "--hardware", "1xCPU")
+    assert code == ExitCode.DONE and "use_cpu=True" not in out
+
+
 def test_the_printed_commands_repeat_every_option(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--hardware", "2xRTX-4090", "--gpus", "0", "--vram", "20GiB", "--take", "2")
     changes = ("train.lr=1e-4", "train.method=lora")
@@ -267,3 +283,26 @@ def test_the_next_commands_work_as_printed(model: Run, tmp_path: Path) -> None:
     of_a_file = PlanOptions(Path("job.yaml"), method="lora")
     assert next_commands(of_a_file) == ("shardwise train job.yaml train.method=lora",)
     assert "YOUR_DATA" in next_commands(PlanOptions(Path("tiny-llama")))[0]
+
+
+@pytest.mark.parametrize("num_rows", [200, 60_000], ids=["all are counted", "a sample"])
+def test_an_unprepared_plan_takes_padded_rows_as_long_as_they_are(run: Run, tmp_path: Path, num_rows: int) -> None:
+    """Time, speed and tokens of one plan agree; a row of 50 tokens has not the time of one of seq_len."""
+    row = json.dumps(
+        {"messages": [{"role": "user", "content": "who"}, {"role": "assistant", "content": "it is " * 20}]}
+    )
+    (tmp_path / "chats.jsonl").write_text(f"{row}\n" * num_rows)
+    words = (
+        f"data.train={tmp_path}/chats.jsonl",
+        "data.packing=false",
+        "train.tokens=null",
+        "train.tokens_per_step=null",
+    )
+    code, out, _ = run("plan", *words, "--hardware", "1xRTX-4090", "--json")
+    plan = json.loads(out)
+    (width,) = plan["data"]["batch_widths"]
+    assert (code, plan["data"]["num_rows"]) == (ExitCode.DONE, pytest.approx(num_rows, rel=0.02))
+    assert width["mean_width"] == pytest.approx(len(row) / 3.9, rel=0.05)
+    speed, schedule = plan["candidates"][0]["speed"], plan["schedule"]
+    tokens = speed["step_s"] * speed["tokens_per_s_per_gpu"]
+    assert tokens == pytest.approx(schedule["sequences_per_step"] * width["mean_width"], rel=0.1)

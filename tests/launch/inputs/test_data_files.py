@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from shardwise.launch.inputs.data_files import (
     python_stdlib_files,
     refuse_first_row,
     row_sizes,
+    sampled_row_sizes,
     shape_of_first_row,
 )
 from shardwise.trainer.runtime.data.sources.files import BadRow, read_rows
@@ -192,6 +194,29 @@ def test_the_first_row_of_a_json_file_tells_the_shape_and_its_rows_are_counted(r
         assert row_sizes(listed) == RowSizes(2, len(json.dumps(other)))
 
 
+@pytest.mark.parametrize("num_files", [1, 3, 40])
+@pytest.mark.parametrize("header", ["", "text\n"])
+def test_the_number_of_rows_is_estimated_from_lines_at_places_all_over_the_files(num_files, header, tmp_path):
+    """Also of files whose rows become longer from the first to the last."""
+    suffix = ".csv" if header else ".jsonl"
+    for number in range(num_files):
+        lines = (json.dumps({"text": "a" * (50 + row // 100)}) + "\n" for row in range(20_000 // num_files))
+        (tmp_path / f"rows-{number}{suffix}").write_text(header + "".join(lines))
+    sizes = sampled_row_sizes(listed_request(tmp_path, cache_root=tmp_path))
+    assert sizes is not None and sizes.longest_bytes is None
+    assert sizes.num_rows == pytest.approx(20_000, rel=0.1)
+
+
+def test_rows_that_are_no_lines_are_not_sampled(tmp_path):
+    contents = {"rows.json": "[]", "rows.jsonl.gz": ""}
+    for name, text in contents.items():
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        content = (text or json.dumps({"text": "a"}) + "\n").encode()
+        (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        assert sampled_row_sizes(listed_request(folder / name, cache_root=tmp_path)) is None
+
+
 @pytest.mark.parametrize("content", ['[{"text": "a"}, {"text": NaN}', '[{"text": "a"', "[1, 2"])
 def test_rows_of_a_damaged_array_are_not_counted(content, tmp_path):
     (tmp_path / "rows.json").write_text(content)
@@ -231,8 +256,7 @@ def test_what_cannot_be_read_is_left_to_preparation(content: bytes, tmp_path: Pa
         (b'{"text": "a", "score": NaN}\n', "is not valid JSON: .*byte 23.*write null"),
         (b'{"text": "a", "score": 1e400}\n', "is not valid JSON: Number out of range"),
         (b'{"text": "\\ud800"}\n', r"is not valid JSON: .*ud800 is half a character"),
-        (b'{"text": "\xff"}\n', "is not UTF-8"),
-        ('{"text": "a"}\n'.encode("utf-16"), ".*UTF-16, save it as UTF-8"),
+        (b'{"text": "' + b"a" * 5000 + b'\xff"}\n', "is not UTF-8"),
         (b'{\n  "text": "a"\n}\n', r"is not valid JSON: .*jq -c \. FILE"),
         (b"[1]\n", "is a list, not an object"),
         (b"{}\n", "has no columns"),
@@ -248,10 +272,34 @@ def test_a_bad_first_row_is_refused_with_the_reason_that_preparation_gives(conte
     assert isinstance(row, BadRow) is (content != b"{}\n")
 
 
-def test_a_header_that_is_not_utf_8_is_refused_for_that(tmp_path):
-    (tmp_path / "rows.csv").write_bytes(b"caf\xe9,text\na,b\n")
-    with pytest.raises(InputError, match=r"rows\.csv: its first row is not UTF-8 .*save the file as UTF-8"):
-        refuse_first_row(listed_request(tmp_path / "rows.csv", cache_root=tmp_path))
+LETTER = "sch\u00f6n"
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.jsonl", f'{{"text": "{LETTER}"}}\n'),
+        ("rows.json", f'[{{"text": "{LETTER}"}}]'),
+        ("rows.csv", f"{LETTER},text\na,b\n"),
+        ("below its header.csv", f"text\n{LETTER}\n"),
+        ("text.txt", LETTER),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused_with_the_command_that_converts_it(name, text, encoding, tmp_path):
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    with pytest.raises(InputError, match=r"is not UTF-8 \(byte 0x") as caught:
+        refuse_first_row(listed_request(tmp_path / name, cache_root=tmp_path))
+    (line,) = str(caught.value).splitlines()
+    command = line[line.index("iconv") :].partition("; data.bad_rows=skip")[0]
+    subprocess.run(["sh", "-c", command], check=True)
+    assert (tmp_path / f"utf8-{name}").read_text() == text
+    refuse_first_row(listed_request(tmp_path / f"utf8-{name}", cache_root=tmp_path))
+
+
+def test_a_character_at_the_end_of_what_is_read_is_no_fault(tmp_path):
+    (tmp_path / "text.txt").write_text("a" * 4095 + LETTER[-2])
+    refuse_first_row(listed_request(tmp_path / "text.txt", cache_root=tmp_path))
 
 
 def test_the_standard_library_is_its_own_modules_and_one_without_sources_is_refused(tmp_path: Path) -> None:

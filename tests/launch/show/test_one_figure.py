@@ -21,8 +21,9 @@ from shardwise.launch.show.recorded_run import read_recorded
 from shardwise.launch.show.report import render_run
 from shardwise.launch.show.run_page import comparison_page, run_page
 from shardwise.launch.show.view import ASCII, block_lines, log_line
+from shardwise.launch.track.tracker import PREDICTED, predicted_series, series_name
 from shardwise.launch.track.wandb import run_config, run_figures
-from shardwise.trainer.planning.candidates import run_seconds
+from shardwise.trainer.planning.candidates import run_seconds, run_totals
 from shardwise.trainer.planning.explain.first_screen import about, first_screen, memory_text, summary_lines, text_of
 from shardwise.trainer.planning.explain.plan_page import plan_page
 from shardwise.trainer.planning.page.content import page_text
@@ -146,4 +147,14 @@ def test_machine_readable_figures_are_those_of_the_report(run: Finished) -> None
     assert sent["tokens_per_s_per_gpu"] == measured.speed.tokens_per_s_per_gpu
     assert sent["memory_peak_bytes"] == measured.memory.peak_allocated_bytes
     chosen = run.plan.chosen
+    drawn, totals = predicted_series(chosen), run_totals(context_of(run.plan), chosen)
+    expected = report.predicted
+    for field, value in {
+        "memory_peak_bytes": expected.memory.peak_allocated_bytes,
+        "memory_allocated_bytes": expected.memory.steady_allocated_bytes,
+        "step_s": expected.speed.step_s,
+        "tokens_per_s_per_gpu": expected.speed.tokens_per_s_per_gpu,
+        "tokens_per_s": totals.tokens_per_s,
+    }.items():
+        assert value is not None and drawn[f"{series_name(field)}{PREDICTED}"] == pytest.approx(value), field
     assert str(chosen.memory.need_bytes) in json.dumps(config, default=str)

@@ -160,9 +160,9 @@ def test_no_line_is_wider_than_asked(width: int) -> None:
         plan_of("70b", machine("64x8xH100-SXM5-80GB", ram_bytes=4096 * GIB), tokens_per_step=4194304, price=123.4),
     ]
     for plan in plans:
-        assert max(map(len, explain_plan(plan, width=width, top=20).splitlines())) <= max(width, 100)
+        assert max(map(len, explain_plan(plan, width=width, top=20).splitlines())) <= width
     compared = comparison.compare_plans([(plan.name, plan) for plan in plans], width=width)
-    assert max(map(len, compared.splitlines())) <= max(width, 100)
+    assert max(map(len, compared.splitlines())) <= width
 
 
 def test_a_cpu_plan_speaks_of_ranks_and_no_gpu() -> None:

@@ -120,6 +120,9 @@ def test_rows_that_will_be_padded_are_taken_to_be_full_and_a_small_file_is_still
     data = estimate(num_bytes=3_900_000, is_packed=False)
     assert (data.is_packed, data.num_rows, data.longest_row) == (False, 1000, 1000)
     assert longest_width(data, seq_len=1000) == mean_width(data, 8, seq_len=1000) == 1000
+    sampled = estimate(num_bytes=3_900_000, is_packed=False, row_sizes=(5000, None), shape=DataFormat.CHAT)
+    assert (sampled.num_rows, sampled.longest_row, longest_width(sampled, seq_len=1000)) == (5000, 1000, 1000)
+    assert mean_width(sampled, 8, seq_len=1000) == pytest.approx(200, abs=8)
     small = estimate(num_bytes=10)
     assert (small.num_rows, small.num_eval_rows) == (1, 0)
     assert bytes_per_token(512) < bytes_per_token(4096) < bytes_per_token(32000) < bytes_per_token(128256)

@@ -196,21 +196,33 @@ def table(
 ) -> list[str]:
     """Columns two spaces apart; those in `right` are aligned to the right, the last is never padded.
 
-    If the table is wider than `width` columns, the cells of column `wide` move to lines of their own.
+    If the table is wider than `width` columns, the cells of column `wide` move to lines of their own, and if that is
+    not enough those of the last columns.
     """
     if not rows:
         return []
     lines = _aligned(rows, set(right), indent)
     if width is None or wide is None or max(map(len, lines)) <= width:
         return lines
-    others = [[cell for column, cell in enumerate(row) if column != wide] for row in rows]
-    right_others = {column - (column > wide) for column in right if column != wide}
+    shown, moved = [column for column in range(len(rows[0])) if column != wide], [wide]
+    while max(map(len, aligned := _columns(rows, shown, set(right), indent))) > width and len(shown) > _LEAST_COLUMNS:
+        moved.append(shown.pop())
     lines = []
-    for number, (line, row) in enumerate(zip(_aligned(others, right_others, indent), rows, strict=True)):
+    for number, (line, row) in enumerate(zip(aligned, rows, strict=True)):
         lines.append(line)
-        if number and row[wide]:
-            lines += paragraph(row[wide], width=width, indent=indent + "      ")
+        cells = "  ".join(row[column] for column in moved if row[column])
+        if number and cells:
+            lines += paragraph(cells, width=width, indent=indent + "      ")
     return lines
+
+
+_LEAST_COLUMNS = 2
+
+
+def _columns(rows: Sequence[Sequence[str]], shown: Sequence[int], right: set[int], indent: str) -> list[str]:
+    """Some columns of the rows, aligned."""
+    places = {place for place, column in enumerate(shown) if column in right}
+    return _aligned([[row[column] for column in shown] for row in rows], places, indent)
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: set[int], indent: str) -> list[str]:

@@ -1,0 +1,193 @@
+"""Ranks that a signal ends while they start: each end is named with its rank and signal, and the run is started again.
+
+A rank is struck from its first moment as a process to its first step, under each engine, with new interpreters, whose
+imports take long. In a third of the cases the other ranks are stopped a moment before, and react to nothing but
+SIGKILL: a rank that waits in a collective on its GPU ends no sooner, where under gloo it fails with the one it lost.
+"""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count, product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from fault_factory import run_plan
+from kill_factory import Count, check
+from rank_factory import rank_plan, write_rows
+
+from shardwise.launch.attempt.watchdog import WatchLimits
+from shardwise.launch.rundir.process_record import ProcessRecord, descendants, read_records
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.errors import ExitCode
+from shardwise.trainer.spec.messages.rank_files import STEP_PHASES, read_heartbeat
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import AttemptRecord, Fault
+
+pytestmark = [pytest.mark.long, pytest.mark.starts, pytest.mark.cold]
+NUM_KILLS = int(os.environ.get("SHARDWISE_START_KILLS", "200"))  # in parts of
+KILLS_A_PART, KILLS_A_RUN = 10, 2  # the third attempt that ends at one step ends a run
+ENGINES = [
+    (Sharding.NONE, 1), (Sharding.ZERO2, 1), (Sharding.DDP, 2), (Sharding.ZERO2, 2), (Sharding.ZERO3, 2),
+    (Sharding.FSDP, 2), (Sharding.DDP, 3), (Sharding.ZERO3, 3), (Sharding.FSDP, 3),
+]  # fmt: skip
+INTERPRETER, FIRST_STEP = "a new interpreter", "the first step"
+# The phases of a start in their order, each with the longest delay in seconds after which a rank in it is struck.
+PHASES = {
+    INTERPRETER: 0.5,
+    "importing the libraries": 4.0,
+    "starting the engine": 0.5,
+    "loading the data": 0.05,
+    "loading the model": 0.3,
+    "preparing the engine": 0.3,
+    FIRST_STEP: 0.2,
+}
+LIMITS = WatchLimits(phase_s=300.0, least_step_s=90.0)  # longer than a supervisor takes to end ranks that do not react
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+
+
+class Blow(NamedTuple):
+    """A signal to one rank, some seconds after it came to a phase; the other ranks may be stopped just before."""
+
+    phase: str
+    delay_s: float
+    rank: int
+    number: signal.Signals
+    others_wait: bool
+
+
+def blows_of(chance: random.Random, phases: Sequence[str], num_ranks: int) -> list[Blow]:
+    return [
+        Blow(
+            phase=phase,
+            delay_s=chance.uniform(0.0, PHASES[phase]),
+            rank=chance.randrange(num_ranks),
+            number=chance.choice(SIGNALS),
+            others_wait=num_ranks > 1 and chance.random() < 1 / 3,
+        )
+        for phase in phases
+    ]
+
+
+def ranks_of(attempt: Path, num_ranks: int) -> dict[int, ProcessRecord]:
+    """The ranks of an attempt, also those that have not registered: processes below the launcher that run a trainer."""
+    launcher = read_records(attempt / "pids").get("launcher")
+    found: dict[int, ProcessRecord] = {}
+    for record in descendants(launcher.pid) if launcher is not None and launcher.is_alive else ():
+        with suppress(OSError):
+            process = Path("/proc") / str(record.pid)
+            if b"shardwise.trainer" not in (process / "cmdline").read_bytes():
+                continue
+            variables = [each for each in (process / "environ").read_bytes().split(b"\0") if each.startswith(b"RANK=")]
+            if variables or num_ranks == 1:
+                found.setdefault(int(variables[0].removeprefix(b"RANK=")) if variables else 0, record)
+    return found
+
+
+def phase_of(attempt: Path, rank: int) -> str:
+    """The phase of a rank by its last heartbeat."""
+    beat = read_heartbeat(attempt, rank)
+    if beat is None:
+        return INTERPRETER
+    return FIRST_STEP if beat.step or beat.phase in STEP_PHASES or beat.phase not in PHASES else beat.phase
+
+
+def strike(attempt: Path, blow: Blow, num_ranks: int, is_over: Callable[[], bool]) -> bool:
+    """Ends the rank; False if its attempt ended before."""
+    order = list(PHASES)
+    reached_s: float | None = None
+    while not is_over() and not (attempt.parent / str(int(attempt.name) + 1)).exists():
+        ranks = ranks_of(attempt, num_ranks)
+        if blow.rank in ranks:
+            if reached_s is None and order.index(phase_of(attempt, blow.rank)) >= order.index(blow.phase):
+                reached_s = time.monotonic()
+            if reached_s is not None and time.monotonic() - reached_s >= blow.delay_s:
+                for other in ranks.values() if blow.others_wait else ():
+                    if other != ranks[blow.rank]:
+                        other.send(signal.SIGSTOP)
+                return ranks[blow.rank].send(blow.number)
+        time.sleep(0.01)
+    return False
+
+
+class Struck(NamedTuple):
+    """A blow that reached its rank, and the phase that this was in."""
+
+    attempt: int
+    phase: str
+    blow: Blow
+
+
+def run_and_strike(plan: Plan, run_dir: Path, blows: Sequence[Blow]) -> list[tuple[Struck, str | None]]:
+    """The blows of a run, one an attempt, with what is wrong about the end of each; None: named and started again."""
+    is_over, struck, num_ranks = threading.Event(), list[Struck](), plan.chosen.num_ranks
+
+    def work() -> None:
+        for number, blow in enumerate(blows, start=1):
+            attempt = run_dir / "attempts" / str(number)
+            if not strike(attempt, blow, num_ranks, is_over.is_set):
+                return
+            struck.append(Struck(number, phase_of(attempt, blow.rank), blow))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        outcome, printed = run_plan(plan, run_dir, limits=LIMITS)
+    finally:
+        is_over.set()
+        thread.join()
+    history = () if outcome.report is None else outcome.report.history
+    found = []
+    for each in struck:
+        record = next((record for record in history if record.number == each.attempt), None)
+        wrong = _wrong_end(each.blow, record)
+        if wrong is None and outcome.exit_code is not ExitCode.DONE:
+            wrong = f"the run ended with {outcome.exit_code!r}"
+        pids = read_records(run_dir / "attempts" / str(each.attempt) / "pids")
+        if any(record.is_alive for record in pids.values()):
+            wrong = f"{wrong or 'ended in order'}, and processes of the attempt live: {pids}"
+        found.append((each, None if wrong is None else f"{each} of {num_ranks} ranks: {wrong}\n{printed}"))
+    return found
+
+
+def _wrong_end(blow: Blow, record: AttemptRecord | None) -> str | None:
+    if record is None:
+        return "the attempt has no record"
+    expected = f"rank {blow.rank} was killed by {blow.number.name}"
+    if record.fault is not Fault.KILLED or expected not in (record.cause or ""):
+        return f"expected {expected!r}, reported {record.fault}: {record.cause!r}"
+    return None
+
+
+def kill_starts(rows: Path, folder: Path, num_kills: int, seed: int) -> dict[str, Count]:
+    """At least so many kills; parts of consecutive seeds go through all engines and phases."""
+    chance, counts = random.Random(seed), dict[str, Count]()
+    kinds = list(product(ENGINES, range(len(PHASES))))
+    random.Random(0).shuffle(kinds)  # the same for every part
+    for number in count(seed * num_kills // KILLS_A_RUN):
+        if sum(each.tried for each in counts.values()) >= num_kills:
+            return counts
+        (sharding, num_ranks), first = kinds[number % len(kinds)]
+        phases = [list(PHASES)[(first + further) % len(PHASES)] for further in range(KILLS_A_RUN)]
+        plan = rank_plan(
+            rows, sharding, num_ranks=num_ranks, micro_batch=2, accumulation=1, sequences_per_step=2 * num_ranks,
+            num_steps=60,
+        )  # fmt: skip
+        run_dir = folder / f"run-{number}"
+        for each, wrong in run_and_strike(plan, run_dir, blows_of(chance, phases, num_ranks)):
+            mode = "others wait" if each.blow.others_wait else "others fail" if num_ranks > 1 else "alone"
+            row = counts.setdefault(f"a start, {sharding} x{num_ranks}, {each.phase}, {mode}", Count())
+            row.add(Count(tried=1, survived=int(wrong is None), notes=[] if wrong is None else [wrong]))
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", range(-(-NUM_KILLS // KILLS_A_PART)))
+def test_a_rank_that_ends_while_it_starts_is_named_and_the_run_is_started_again(tmp_path, record_property, seed):
+    rows = write_rows(tmp_path / "rows")
+    check(kill_starts(rows, tmp_path, min(KILLS_A_PART, NUM_KILLS), seed), record_property)
