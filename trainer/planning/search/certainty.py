@@ -171,7 +171,7 @@ def peak_text(context: PlanningContext, chosen: Candidate) -> str:
         kind = not_compared(context, chosen)
         num_peaks = OWN_PEAKS.get(kind or "", 0)
         if num_peaks:
-            return f"{kind}: compared on one H100 only, {num_peaks} peak{'s' * (num_peaks > 1)}"
+            return f"{kind}: {num_peaks} peak{'s' * (num_peaks > 1)} of one H100"
         return f"{kind}: no measured peak yet"
     if correction.peak.num_runs:
         return f"{error_text(error)}; runs on this device: {correction.peak.num_runs}"
