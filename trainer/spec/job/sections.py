@@ -302,6 +302,10 @@ class TrainJob(Value, frozen=True, kw_only=True):
     seed: Annotated[
         int, Setting("Seed of initial weights, data order and dropout.", whole(minimum=0, maximum=2**32 - 1))
     ] = 0
+    check_first_steps: Annotated[
+        bool,
+        Setting("Compares rows, loss and update of the first steps with the plan; a certain fault ends the run."),
+    ] = True
     neftune_alpha: Annotated[float | None, Setting("Noise on the embeddings (NEFTune).", number(above=0))] = None
     router_aux_loss: Annotated[
         float | None,
