@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.trainer.runtime import loss
 from shardwise.trainer.runtime.data import batches, cache
 from shardwise.trainer.runtime.data.batches import MicroBatch
-from shardwise.trainer.runtime.loop import course, session, step
+from shardwise.trainer.runtime.loop import course, step
 from shardwise.trainer.spec.data import order
 
 Fault = Callable[[], AbstractContextManager[object]]
@@ -239,21 +239,20 @@ def _same_place() -> AbstractContextManager[object]:
     return patch.object(course, "_place_of_rows", lambda of, at: 0)
 
 
-def _changed_permutation(change: Callable[[int], int]) -> Fault:
-    own = order.permuted
+def _few_rows() -> AbstractContextManager[object]:
+    """The order has the first half of the rows alone, each of them twice."""
+    own = order.DataOrder._row
 
-    def changed(position: int, **given: Any) -> int:
-        return own(change(position), **given)
+    def changed(self: Any, epoch: int, position: int) -> int:
+        return own(self, epoch, position) // 2
 
-    return lambda: patch.object(order, "permuted", changed)
+    return patch.object(order.DataOrder, "_row", changed)
 
 
 def _softened_logits() -> AbstractContextManager[object]:
     """The loss is of logits that were divided by a temperature."""
-    own = torch.nn.functional.cross_entropy
-    return patch.object(
-        loss.functional, "cross_entropy", lambda logits, *args, **named: own(logits / 1.1, *args, **named)
-    )
+    own = loss.Head.logits
+    return patch.object(loss.Head, "logits", lambda self, hidden: own(self, hidden) / 1.1)
 
 
 def _dropped_micro_batch() -> AbstractContextManager[object]:
@@ -313,7 +312,6 @@ FAULTS: dict[str, Fault] = {
     "last row for the first": _changed_rows(lambda rows: [*rows[:-1], rows[0]]),
     "rows of a later step": _wrong_place,
     "same rows in every step": _same_place,
-    "permutation repeats": _changed_permutation(lambda position: position // 2 * 2),
+    "half of the rows twice": _few_rows,
     "micro batch dropped": _dropped_micro_batch,
 }
-assert session and step  # parts of the product that a fault may replace

@@ -261,7 +261,7 @@ def _ratio_if_off(movement: Movement, rule: Rule) -> float | None:
     before, after = movement.before.weights, movement.after.weights
     rounding = 4 * torch.finfo(_local(movement.watched.tensor).dtype).eps * before.abs()
     is_exact = _state_eps(movement) <= torch.finfo(torch.float32).eps
-    off = (after - expected).abs() > rule.lr * (5e-3 if is_exact else 0.2) + rounding
+    off = (after - expected).abs() > rule.lr * (2e-4 if is_exact else 0.2) + rounding
     if int(off.sum()) < min(_LEAST, len(off)) or off.double().mean() <= _MOST_OFF:
         return None
     planned, found = (expected - before).abs()[off].median(), (after - before).abs()[off].median()
