@@ -34,8 +34,9 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import learning_rate
 from shardwise.trainer.spec.strategy import Method, Precision
 
+__all__ = ["NUM_STEPS", "FirstSteps"]
+
 NUM_STEPS = 4  # that are compared
-FACT = "first steps"  # in the verified facts of a report
 
 
 class FirstSteps:
@@ -85,7 +86,8 @@ class FirstSteps:
                 first = self._own_examples(session, examples)[0]
                 self._problems += self._loss_problems(session, stored, first, micro_batches[0])
         if step >= min(self._last, schedule.num_steps):
-            self._problems += update.movement_problems(session.model, self._moving, self._rates, step=step)
+            optimizer = session.plan.chosen.strategy.optimizer
+            self._problems += update.movement_problems(session.model, self._moving, self._rates, optimizer, step=step)
         self._problems = _of_all_ranks(session, self._problems)
         texts = tuple(dict.fromkeys(each.text for each in self._problems))
         for text in texts:

@@ -35,6 +35,9 @@ MAX_MOVED = 12  # tensors of the model whose first rows are read, of each kind
 _ADAMW = frozenset(
     {Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.DEEPSPEED_CPU_ADAM, Optimizer.PAGED_ADAMW, Optimizer.MUON}
 )
+# Their updates have about the size of the rate, whatever the gradient's: a weight that is trained has to move.
+_SCALED = _ADAMW | {Optimizer.LION, Optimizer.LION_8BIT, Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT}
+_LEAST_UPDATES = 3  # the first one leaves the first matrix of an adapter as it was
 _MOMENTS = (("exp_avg", "exp_avg_sq"), ("state1", "state2"), ("exp_avg", None))
 _LEAST = 16  # elements, for a verdict
 _MOST_OFF = 0.5  # share of the elements of a tensor that may differ
@@ -217,7 +220,7 @@ def moving_rows(model: nn.Module, method: Method) -> list[Moving]:
 
 
 def movement_problems(
-    model: nn.Module, before: Sequence[Moving], rates: Sequence[float], *, step: int
+    model: nn.Module, before: Sequence[Moving], rates: Sequence[float], optimizer: Optimizer, *, step: int
 ) -> list[Problem]:
     """Weights that moved and should not have, and the other way round, after updates at these rates; collective."""
     engine, moved, still = running_engine(model), [], []
@@ -233,7 +236,7 @@ def movement_problems(
     found = []
     if moved:
         found.append(Problem(f"step {step}: {', '.join(moved[:3])} changed and is frozen by the plan", is_certain=True))
-    if still and len(rates) >= 2:
+    if still and optimizer in _SCALED and len(rates) >= _LEAST_UPDATES:
         text = f"step {step}: {', '.join(still[:3])} did not change in {len(rates)} updates and is trained by the plan"
         found.append(Problem(text, is_certain=False))
     return found
@@ -306,12 +309,8 @@ def _clear(movement: Movement, gradient: Tensor) -> Tensor:
 
 
 def _state_eps(movement: Movement) -> float:
-    return movement_eps(movement.watched)
-
-
-def movement_eps(watched: Watched) -> float:
     """The relative rounding of a tensor, whose moments are assumed to have its type."""
-    return float(torch.finfo(_local(watched.tensor).dtype).eps)
+    return float(torch.finfo(_local(movement.watched.tensor).dtype).eps)
 
 
 def _local(tensor: Any) -> Tensor:  # noqa: ANN401  # a tensor or a DTensor
