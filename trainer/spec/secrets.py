@@ -1,8 +1,8 @@
 """Text as it may be shown: without secrets of the environment, and without characters that a terminal obeys.
 
-What counts as a secret: values of variables that are named like one (HF_TOKEN, PGPASSWORD, TEAM_WEBHOOK_URL), the token
-that `hf auth login` stored, anything of the form `hf_...`, and what stands before the `@` of a URL. `[redacted]` is
-shown instead.
+What counts as a secret: values of variables that are named like one (HF_TOKEN, MYSQL_PWD, AZURE_SAS, TEAM_WEBHOOK_URL),
+the token that `hf auth login` stored, anything of the form `hf_...`, keys and signatures within a connection string,
+and what stands before the `@` of a URL. `[redacted]` is shown instead.
 """
 
 import errno
@@ -20,11 +20,15 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 _NAME = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE)_?KEYS?|WEBHOOKS?|(?:HOOK|NOTIFY)_URL)(?:$|_)"
+    r"|(?:^|_)(?:JWTS?|DSN|SAS|COOKIES?|PWD|CONN(?:ECTION)?_?STR(?:ING)?)(?:$|_)|(?<=[A-Z])TOKEN$|SSHPASS$|^SLACK_URL$"
     r"|PASSWORDS?(?:$|_)|PASSWD(?:$|_)|_(?:KEYS?|PASS|PAT)$"
 )
 _NO_VALUE = ("_PATH", "_FILE", "_DIR", "_ID")  # such a variable holds a secret's path or owner
 _LEAST_CHARACTERS = 8  # shorter ones would occur in ordinary text
-_FORMS = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b|(?<=://)[^/\s@\"']+:[^/\s@\"']+(?=@)")
+_FORMS = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}\b|(?<=://)[^/\s@\"']+:[^/\s@\"']+(?=@)"
+    r"|(?<=AccountKey=)[A-Za-z0-9+/=]{8,}|(?<=SharedAccessKey=)[A-Za-z0-9+/=]{8,}|(?<=[?&]sig=)[A-Za-z0-9%+/=]{8,}"
+)
 REDACTED = "[redacted]"
 # Control characters but newline and tab, marks that reverse or hide text, and halves of characters, which a name of
 # bytes that are not UTF-8 has.
@@ -57,7 +61,8 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Values that must not be shown, plain and JSON-encoded, the longest first."""
-    found = {value.strip() for name, value in environment.items() if names_secret(name)}
+    named = ((name, value.strip()) for name, value in environment.items() if names_secret(name))
+    found = {value for name, value in named if not _is_folder(name, value)}
     found.add(_stored_token(environment))
     long = [value for value in found if len(value) >= _LEAST_CHARACTERS]
     return tuple(sorted({*long, *(json.dumps(value)[1:-1] for value in long)}, key=len, reverse=True))
@@ -66,6 +71,11 @@ def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
 def names_secret(name: str) -> bool:
     """True if a variable of this name holds a secret."""
     return _NAME.search(name.upper()) is not None and not name.upper().endswith(_NO_VALUE)
+
+
+def _is_folder(name: str, value: str) -> bool:
+    """True for a working directory, which a variable that ends with PWD holds as well (PWD, INIT_PWD)."""
+    return name.upper().endswith("PWD") and value.startswith("/")
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wa
 def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
     schedule, state = session.plan.schedule, session.state
     saves, watch, adapters = PeriodicSaves(session), StepWatch(session), AdapterCheck(session)
-    checks = FirstSteps(session, objectives.train)
+    checks, from_start = FirstSteps(session, objectives.train), state.log.texts_of(IncidentKind.AT_START)
     with (
         MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics,
         CardWatch(session.accelerator.device).watching() as card,
@@ -98,7 +98,8 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
                     save_state(session, "the stop")
                 return Ending.STOPPED
             done = _one_step(session, objectives, observer, checks)
-            done = done._replace(incidents=(*done.incidents, *adapters.after_step()))
+            done = done._replace(incidents=(*from_start, *done.incidents, *adapters.after_step()))
+            from_start = ()
             goes_back = must_go_back(session)
             every = schedule.eval_every_steps
             is_eval_due = not goes_back and every is not None and state.step % every == 0

@@ -207,6 +207,9 @@ class DataJob(Value, frozen=True, kw_only=True):
     bad_rows_max: Annotated[
         float, Setting("With `bad_rows: skip`: the largest share that may be skipped.", share())
     ] = 0.001
+    drop_copies: Annotated[
+        bool, Setting("Does not learn rows that the source of `eval` has as well; not with `streaming`.")
+    ] = False
     streaming: Annotated[bool, Setting("Reads the data while training instead of preparing it first.")] = False
 
 
