@@ -24,9 +24,9 @@ class Message(Value, frozen=True, kw_only=True):
     "name",
     ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "DB_PASSWORD",
      "my_secret", "SLACK_APIKEY", "SSH_PRIVATE_KEY", "GOOGLE_CREDENTIALS", "PGPASSWORD", "MYSQL_PASS", "GITHUB_PAT",
-     "OPENAI_KEY", "CLIENT_SECRETS", "NOTIFY_URL", "ACCESS_TOKENS", "API_KEYS", "HFTOKEN", "MYSQL_PWD", "DB_PWD", "SSHPASS",
-     "JWT", "DSN", "SENTRY_DSN", "CONNECTION_STRING", "AZURE_STORAGE_CONNECTION_STRING", "DB_CONNSTR", "AZURE_SAS",
-     "SAS", "SLACK_URL", "COOKIE"],
+     "OPENAI_KEY", "CLIENT_SECRETS", "NOTIFY_URL", "ACCESS_TOKENS", "API_KEYS", "HFTOKEN", "MYSQL_PWD", "DB_PWD",
+     "SSHPASS", "JWT", "DSN", "SENTRY_DSN", "CONNECTION_STRING", "AZURE_STORAGE_CONNECTION_STRING", "DB_CONNSTR",
+     "AZURE_SAS", "SAS", "SLACK_URL", "COOKIE"],
 )  # fmt: skip
 def test_variables_that_are_named_like_secrets_are(name):
     assert secrets.redact(f"401 for {SECRET}!", {name: SECRET}) == "401 for [redacted]!"

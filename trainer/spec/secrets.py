@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -100,6 +101,7 @@ class RedactedStream:
         """The stream is None if it was closed before Python started."""
         self.is_needed = False
         self.problem = None if stream is not None else OSError(errno.EBADF, os.strerror(errno.EBADF))
+        self._since_s: float | None = None  # when the stream was called, while it has not returned
         self._stream = stream if stream is not None else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  # as long as the process
 
     def write(self, text: str) -> int:
@@ -114,6 +116,12 @@ class RedactedStream:
     def flush(self) -> None:
         self._or_drop(self._stream.flush)
 
+    def drop_if_unread(self, seconds: float) -> None:
+        """Drops the stream if a write has waited so long for a reader; for a signal handler, which interrupts it."""
+        if self._since_s is not None and time.monotonic() - self._since_s >= seconds:
+            self.problem = OSError(errno.EAGAIN, "nobody reads it")
+            self._discard()  # the write that waits is repeated, and goes to /dev/null
+
     def _encodable(self, text: str) -> str:
         """The text, of a stream that cannot encode it in ASCII, as JSON writes it."""
         try:
@@ -124,11 +132,14 @@ class RedactedStream:
 
     def _or_drop(self, act: Callable[[], object]) -> None:
         if self.problem is None:
+            self._since_s = time.monotonic()
             try:
                 act()
             except OSError as error:
                 self.problem = error
                 self._discard()
+            finally:
+                self._since_s = None
         if self.is_needed and self.problem is not None:
             if isinstance(self.problem, BrokenPipeError):
                 raise BrokenPipeError
