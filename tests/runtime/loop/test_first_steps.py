@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from attempt_runs import metrics_of, run_attempt
+from msgspec.structs import replace
 from rank_factory import rank_plan, write_packed_rows
 from silent_faults import FAULTS
 
@@ -59,6 +60,28 @@ def test_a_silent_fault_is_named_before_step_5(name, tmp_path, cache_dir):
         assert found.error.exit_code is ExitCode.ENVIRONMENT and found.state.step <= NUM_STEPS
         assert str(found.error).splitlines()[0] == found.state.incidents[0]
         assert "train.check_first_steps=false" in str(found.error)
+
+
+def test_a_checkpoint_that_is_passed_over_is_said_with_the_first_step_of_the_resume(tmp_path, cache_dir):
+    plan = plan_of(cache_dir, checkpoint_every_steps=2, num_steps=6)
+    run_attempt(tmp_path / "run", plan, wants_stop=lambda state: state.step == 4)
+    shard = next((tmp_path / "run" / "checkpoints" / "step-00000004").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    run_attempt(tmp_path / "run", replace(plan, resume=True), number=2)
+    first = next(line for line in metrics_of(tmp_path / "run") if line["attempt"] == 2)
+    assert first["step"] == 3 and len(first["incidents"]) == 1
+    assert first["incidents"][0].startswith("step-00000004 is damaged and was passed over")
+
+
+AFTER_A_RESUME = ("rows of another seed", "moments forgotten", "rows of a later step")
+
+
+@pytest.mark.parametrize("name", AFTER_A_RESUME)
+def test_a_resume_that_goes_on_with_something_else_is_named_at_its_first_step(name, tmp_path, cache_dir):
+    plan = plan_of(cache_dir, num_steps=6)
+    run_attempt(tmp_path / "run", plan, wants_stop=lambda state: state.step == 3)
+    with FAULTS[name](), pytest.raises(EnvironmentFaultError, match="step 4: "):
+        run_attempt(tmp_path / "run", replace(plan, resume=True), number=2)
 
 
 def test_one_setting_switches_the_checks_off(tmp_path, cache_dir):

@@ -145,6 +145,8 @@ class FirstSteps:
         problems = update.group_problems(inner.param_groups, rule, step=step)
         if plan.chosen.method is not Method.GALORE:
             problems = problems or update.rule_problems(found, rule, step=step)
+            if session.state.resumed_from_step and step == session.state.resumed_from_step + 1 and not session.scaler:
+                problems += update.lost_state_problems(found, step=step)
             problems += update.moment_problems(found, rule, step=step)
             if len(self._movements) == len(found) and contents != self._contents:
                 problems += update.stale_problems(self._movements, found, rule, step=step)

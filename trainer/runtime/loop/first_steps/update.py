@@ -154,6 +154,15 @@ def moment_problems(movements: Sequence[Movement], rule: Rule, *, step: int) -> 
     return [Problem(f"step {step}: the moments of {rule.optimizer} are not those of betas {BETAS}", is_certain=True)]
 
 
+def lost_state_problems(movements: Sequence[Movement], *, step: int) -> list[Problem]:
+    """A problem if the optimizer had no moments before the first step of a resumed run, and has some after it."""
+    had = any(each.before.first is not None for each in movements)
+    has = any(each.after.first is not None for each in movements)
+    if had or not has:
+        return []
+    return [Problem(f"step {step}: the run is resumed without the moments of its optimizer", is_certain=True)]
+
+
 def stale_problems(before: Sequence[Movement], now: Sequence[Movement], rule: Rule, *, step: int) -> list[Problem]:
     """A problem if the gradients of two steps with other rows agree in every element that was read."""
     num_same = num_seen = 0
