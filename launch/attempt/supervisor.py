@@ -129,7 +129,7 @@ class StopRequest:
 
 
 def _watch_output() -> None:
-    """From here on, output that nobody reads is dropped; until the end of the process."""
+    """From here on, output that is not read is dropped, until the end of the process."""
     if isinstance(sys.stdout, RedactedStream):  # of a command, not of Python functions in a program of the user's
         signal.signal(signal.SIGALRM, _drop_unread_output)
         signal.setitimer(signal.ITIMER_REAL, UNREAD_S, UNREAD_S)

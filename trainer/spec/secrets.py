@@ -119,7 +119,7 @@ class RedactedStream:
     def drop_if_unread(self, seconds: float) -> None:
         """Drops the stream if a write has waited so long for a reader; for a signal handler, which interrupts it."""
         if self._since_s is not None and time.monotonic() - self._since_s >= seconds:
-            self.problem = OSError(errno.EAGAIN, "nobody reads it")
+            self.problem = OSError(errno.EAGAIN, "it is not read")
             self._discard()  # the write that waits is repeated, and goes to /dev/null
 
     def _encodable(self, text: str) -> str:

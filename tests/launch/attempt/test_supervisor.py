@@ -261,7 +261,7 @@ def _context_switches(pid: int) -> int:
 
 
 @pytest.mark.cold
-def test_output_that_nobody_reads_keeps_no_supervisor_from_ending_at_term():
+def test_a_supervisor_whose_output_is_not_read_ends_at_term():
     with subprocess.Popen([sys.executable, "-c", PRINTING], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.read(1)  # the handlers are there

@@ -285,19 +285,19 @@ def _expected(movement: Movement, rule: Rule) -> Tensor | None:
     before, after, decay = movement.before, movement.after, rule.weight_decay if movement.watched.decays else 0.0
     if after.first is None or movement.watched.group == MATRICES:
         return None
-    kept = before.weights * (1 - rule.lr * decay)
+    decayed = before.weights * (1 - rule.lr * decay)
     if rule.optimizer is Optimizer.LION:
         gradient = _gradient(movement, rule)
         first = torch.zeros_like(after.first) if before.first is None else before.first
         return (
             None
             if gradient is None
-            else kept - rule.lr * (LION_BETAS[0] * first + (1 - LION_BETAS[0]) * gradient).sign()
+            else decayed - rule.lr * (LION_BETAS[0] * first + (1 - LION_BETAS[0]) * gradient).sign()
         )
     if rule.optimizer not in _ADAMW or after.second is None or not after.num_updates:
         return None
     one, two = (1 - beta**after.num_updates for beta in BETAS)
-    return kept - rule.lr * (after.first / one) / ((after.second / two).sqrt() + EPSILON)
+    return decayed - rule.lr * (after.first / one) / ((after.second / two).sqrt() + EPSILON)
 
 
 def _gradient(movement: Movement, rule: Rule) -> Tensor | None:
