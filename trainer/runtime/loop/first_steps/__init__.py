@@ -10,6 +10,7 @@ is not restarted, as the same would happen again. What may have another reason i
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -30,6 +31,7 @@ from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.optimizers import unwrapped, updates_in_backward
 from shardwise.trainer.runtime.run.state import step_of_rows
 from shardwise.trainer.runtime.run.types import compute_type
+from shardwise.trainer.spec.data.order import DataOrder
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import learning_rate
 from shardwise.trainer.spec.strategy import Method, Precision
@@ -37,6 +39,14 @@ from shardwise.trainer.spec.strategy import Method, Precision
 __all__ = ["NUM_STEPS", "FirstSteps"]
 
 NUM_STEPS = 4  # that are compared
+
+
+class _Order(NamedTuple):
+    """The order of these rows under a seed."""
+
+    rows: TokenRows
+    seed: int
+    order: DataOrder
 
 
 class FirstSteps:
@@ -50,6 +60,7 @@ class FirstSteps:
         self._objective = objective
         self._last = (state.resumed_from_step or 0) + NUM_STEPS
         self._problems: list[Problem] = []
+        self._order: _Order | None = None
         self._seen: set[int] = set()  # examples
         self._before: list[tuple[update.Watched, update.Elements]] = []
         self._movements: list[update.Movement] = []  # of the last step
@@ -108,7 +119,7 @@ class FirstSteps:
         self._problems = []
         if session.state.step >= self._last:
             self._session, self._before, self._movements, self._moving = None, [], [], []
-            self._seen, self._contents = set(), frozenset()
+            self._seen, self._contents, self._order = set(), frozenset(), None
 
     def _compare_rows(
         self, session: Session, of_step: StepRows, micro_batches: Sequence[MicroBatch]
@@ -120,7 +131,9 @@ class FirstSteps:
             stored, seed = session.train_rows, plan.job.train.seed
             place = step_of_rows(step, session.state.spikes.passed_over) - 1
         num_sequences = plan.schedule.sequences_per_step
-        examples = rows.examples_of_step(stored, place=place, seed=seed, sequences_per_step=num_sequences)
+        if self._order is None or (self._order.rows is not stored or self._order.seed != seed):
+            self._order = _Order(stored, seed, rows.order_of(stored, seed=seed, sequences_per_step=num_sequences))
+        examples = self._order.order.rows_of_step(place)
         own = self._own_examples(session, examples)
         self._problems += rows.row_problems(stored, micro_batches, own, step=step)
         if session.stream is None and (place + 1) * num_sequences <= len(stored):

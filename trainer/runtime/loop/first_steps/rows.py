@@ -16,9 +16,9 @@ from shardwise.trainer.runtime.loop.first_steps.problem import Problem
 from shardwise.trainer.spec.data.order import DataOrder
 
 
-def examples_of_step(rows: TokenRows, *, place: int, seed: int, sequences_per_step: int) -> list[int]:
-    """The examples of the global batch at a place of the data order, the longest first."""
-    order = DataOrder(
+def order_of(rows: TokenRows, *, seed: int, sequences_per_step: int) -> DataOrder:
+    """The order that follows from the seed; it computes a window of steps once."""
+    return DataOrder(
         rows.example_length,
         num_rows=len(rows),
         longest=int(np.argmax(rows.example_lengths)),
@@ -26,7 +26,6 @@ def examples_of_step(rows: TokenRows, *, place: int, seed: int, sequences_per_st
         sequences_per_step=sequences_per_step,
         is_grouped=not rows.layout.is_packed,
     )
-    return order.rows_of_step(place)
 
 
 def examples_of_rank(
