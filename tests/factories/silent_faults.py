@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.trainer.runtime import loss
 from shardwise.trainer.runtime.data import batches, cache
 from shardwise.trainer.runtime.data.batches import MicroBatch
-from shardwise.trainer.runtime.loop import course, step
+from shardwise.trainer.runtime.loop import course, session, step
 from shardwise.trainer.spec.data import order
 
 Fault = Callable[[], AbstractContextManager[object]]
@@ -23,7 +23,7 @@ Fault = Callable[[], AbstractContextManager[object]]
 @contextmanager
 def _updates(change: Callable[[torch.optim.Optimizer, Callable[[], object]], object]) -> Iterator[None]:
     """AdamW whose step is what `change` makes of it."""
-    own = torch.optim.AdamW.step
+    own: Any = torch.optim.AdamW.step
 
     def changed(self: torch.optim.Optimizer, *_: object, **__: object) -> None:
         change(self, lambda: own(self))
@@ -145,7 +145,7 @@ def _restored(number: int) -> Fault:
 
 def _detached_layer() -> AbstractContextManager[object]:
     """The weights of one layer are frozen after the engine was verified."""
-    own = course.build_session
+    own = session.build_session
 
     def build(*args: Any) -> Any:
         built = own(*args)
@@ -257,7 +257,7 @@ def _softened_logits() -> AbstractContextManager[object]:
 
 def _dropped_micro_batch() -> AbstractContextManager[object]:
     """The first micro batch of a step is learned twice, and the last one never."""
-    own = course.step_micro_batches
+    own = batches.step_micro_batches
 
     def changed(*args: Any, **named: Any) -> Any:
         found, terms = own(*args, **named)

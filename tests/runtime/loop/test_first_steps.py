@@ -97,7 +97,7 @@ def test_a_run_learns_the_same_bits_with_and_without_the_checks(tmp_path, cache_
     assert weights[0] == weights[1]
 
 
-GOOD = (
+GOOD: tuple[dict[str, Any], ...] = (
     {},
     {"precision": Precision.BF16, "optimizer": Optimizer.SGD},  # most updates vanish in rounding
     {"method": Method.LORA, "precision": Precision.BF16_MIXED},
@@ -126,7 +126,7 @@ def test_of_forty_silent_faults_36_are_named_before_step_5(tmp_path, cache_dir):
 
 
 SIMPLE = [each for each in Optimizer if each is not Optimizer.DEEPSPEED_CPU_ADAM]
-GOOD_JOBS = list(
+GOOD_JOBS: list[dict[str, Any]] = list(
     chain(
         ({"optimizer": a, "precision": b} for a, b in product(SIMPLE, (Precision.FP32, Precision.BF16))),
         (
