@@ -19,9 +19,8 @@ from shardwise.trainer.spec.strategy import LossHead, Method, Precision
 
 # One of each comparison that the checks make: settings, rule, moments, gradient, movement, loss, rows, labels.
 QUICK = (
-    "learning rate times ten", "weight decay on all", "optimizer built without decay", "moments forgotten",
-    "stale gradient", "layer frozen", "labels not shifted", "padding is learned", "rows of a later step",
-    "half of the rows twice",
+    "learning rate times ten", "weight decay on all", "moments forgotten", "stale gradient", "layer frozen",
+    "labels one too far", "padding is learned", "half of the rows twice",
 )  # fmt: skip
 NAMED = ("labels not shifted", "layer frozen", "matrix without gradient", "no update")  # the run goes on
 
@@ -73,43 +72,31 @@ def test_a_checkpoint_that_is_passed_over_is_said_with_the_first_step_of_the_res
     assert first["incidents"][0].startswith("step-00000004 is damaged and was passed over")
 
 
-AFTER_A_RESUME = ("rows of another seed", "moments forgotten", "rows of a later step")
+AFTER_A_RESUME = ("rows of another seed", "moments forgotten")
 
 
 @pytest.mark.parametrize("name", AFTER_A_RESUME)
 def test_a_resume_that_goes_on_with_something_else_is_named_at_its_first_step(name, tmp_path, cache_dir):
     plan = plan_of(cache_dir, num_steps=6)
-    run_attempt(tmp_path / "run", plan, wants_stop=lambda state: state.step == 3)
-    with FAULTS[name](), pytest.raises(EnvironmentFaultError, match="step 4: "):
+    run_attempt(tmp_path / "run", plan, wants_stop=lambda state: state.step == 1)
+    with FAULTS[name](), pytest.raises(EnvironmentFaultError, match="step 2: "):
         run_attempt(tmp_path / "run", replace(plan, resume=True), number=2)
 
 
 def test_one_setting_switches_the_checks_off(tmp_path, cache_dir):
+    plan = plan_of(cache_dir, num_steps=1, train={"check_first_steps": False})
     with FAULTS["learning rate times ten"]():
-        found = outcome_of(tmp_path / "run", plan_of(cache_dir, train={"check_first_steps": False}))
-    assert found.state.step == NUM_STEPS + 1 and not found.state.incidents and found.error is None
+        found = outcome_of(tmp_path / "run", plan)
+    assert found.state.step == 1 and not found.state.incidents and found.error is None
 
 
-def test_a_run_learns_the_same_bits_with_and_without_the_checks(tmp_path, cache_dir):
+def test_a_run_in_order_has_no_line_and_the_bits_of_one_without_the_checks(tmp_path, cache_dir):
     for name, is_on in (("with", True), ("without", False)):
-        outcome_of(tmp_path / name, plan_of(cache_dir, train={"check_first_steps": is_on}))
+        settings = {"num_steps": 4, "train": {"check_first_steps": is_on}, "optimizer": Optimizer.LION}
+        found = outcome_of(tmp_path / name, plan_of(cache_dir, **settings))
+        assert not found.state.incidents
     weights = [(tmp_path / name / "export" / "model.safetensors").read_bytes() for name in ("with", "without")]
     assert weights[0] == weights[1]
-
-
-GOOD: tuple[dict[str, Any], ...] = (
-    {},
-    {"precision": Precision.BF16, "optimizer": Optimizer.SGD},  # most updates vanish in rounding
-    {"method": Method.LORA, "precision": Precision.BF16_MIXED},
-    {"precision": Precision.FP16_MIXED},  # whose first steps overflow
-)
-
-
-@pytest.mark.parametrize("settings", GOOD)
-def test_a_run_in_order_has_no_line(settings, tmp_path, cache_dir):
-    found = outcome_of(tmp_path / "run", plan_of(cache_dir, **settings))
-    assert found.error is None and found.state.step == NUM_STEPS + 1
-    assert not [line for line in found.state.incidents if "overflow" not in line]
 
 
 @pytest.mark.long
