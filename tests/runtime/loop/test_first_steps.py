@@ -17,11 +17,8 @@ from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import LossHead, Method, Precision
 
-# One of each comparison that the checks make: settings, rule, moments, gradient, movement, loss, rows, labels.
-QUICK = (
-    "learning rate times ten", "weight decay on all", "moments forgotten", "stale gradient", "layer frozen",
-    "labels one too far", "padding is learned", "half of the rows twice",
-)  # fmt: skip
+# An update, a loss and rows; the others are in the long test.
+QUICK = ("learning rate times ten", "labels one too far", "half of the rows twice")
 NAMED = ("labels not shifted", "layer frozen", "matrix without gradient", "no update")  # the run goes on
 
 
@@ -61,6 +58,8 @@ def test_a_silent_fault_is_named_before_step_5(name, tmp_path, cache_dir):
         assert "train.check_first_steps=false" in str(found.error)
 
 
+@pytest.mark.long
+@pytest.mark.products
 def test_a_checkpoint_that_is_passed_over_is_said_with_the_first_step_of_the_resume(tmp_path, cache_dir):
     plan = plan_of(cache_dir, checkpoint_every_steps=2, num_steps=6)
     run_attempt(tmp_path / "run", plan, wants_stop=lambda state: state.step == 4)
@@ -75,6 +74,8 @@ def test_a_checkpoint_that_is_passed_over_is_said_with_the_first_step_of_the_res
 AFTER_A_RESUME = ("rows of another seed", "moments forgotten")
 
 
+@pytest.mark.long
+@pytest.mark.products
 @pytest.mark.parametrize("name", AFTER_A_RESUME)
 def test_a_resume_that_goes_on_with_something_else_is_named_at_its_first_step(name, tmp_path, cache_dir):
     plan = plan_of(cache_dir, num_steps=6)
@@ -90,6 +91,8 @@ def test_one_setting_switches_the_checks_off(tmp_path, cache_dir):
     assert found.state.step == 1 and not found.state.incidents and found.error is None
 
 
+@pytest.mark.long
+@pytest.mark.products
 def test_a_run_in_order_has_no_line_and_the_bits_of_one_without_the_checks(tmp_path, cache_dir):
     for name, is_on in (("with", True), ("without", False)):
         settings = {"num_steps": 4, "train": {"check_first_steps": is_on}, "optimizer": Optimizer.LION}
