@@ -56,12 +56,13 @@ from shardwise.trainer.spec.codec import write_bytes
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
-from shardwise.trainer.spec.secrets import names_secret, redact
+from shardwise.trainer.spec.secrets import RedactedStream, names_secret, redact
 
 POLL_S = 0.1
 END_GRACE_S = 15.0  # for the other ranks to fail as well, and to report
 LAUNCHER_END_S = 10.0  # for the launcher to name the rank that died, once no rank is alive
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+UNREAD_S = 5.0  # that output may wait for a reader once a stop is requested
 STOPPED_S = 5.0  # before a process that is stopped is reported
 DUMP_S = 2.0  # for the ranks to write their stacks
 KILL_GRACE_S = 10.0
@@ -92,9 +93,10 @@ class StopRequest:
         self._is_raising = False
 
     def note(self, number: int, _frame: object) -> None:
-        """Signal handler: records the signal, and does nothing else unless `raising`."""
+        """Signal handler: records the signal and has unread output dropped; nothing else unless `raising`."""
         if number == signal.SIGINT:
             self.num_interrupts += 1
+        _watch_output()
         if self.kind is None:
             self.kind = StopKind.INTERRUPT if number == signal.SIGINT else StopKind.REQUEUE
         if self._is_raising:
@@ -124,6 +126,20 @@ class StopRequest:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _watch_output() -> None:
+    """From here on, output that is not read is dropped, until the end of the process."""
+    if isinstance(sys.stdout, RedactedStream):  # of a command, not of Python functions in a program of the user's
+        signal.signal(signal.SIGALRM, _drop_unread_output)
+        signal.setitimer(signal.ITIMER_REAL, UNREAD_S, UNREAD_S)
+
+
+def _drop_unread_output(_number: int, _frame: object) -> None:
+    """Signal handler: a reader that has stopped (Ctrl-S, `less`, a frozen ssh) does not hold this process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, RedactedStream):
+            stream.drop_if_unread(UNREAD_S)
 
 
 class Ranks(Protocol):

@@ -357,6 +357,7 @@ def _request_of(job: Job, *, vocab_size: int, tokenizer: str | None = None, cach
         cache_root=str(cache_root),
         chat_template=_absolute(job.data.chat_template),
         loss_on=job.data.loss_on,
+        drop_copies=job.data.drop_copies,
         extension=extension if extension is not None and Hook.FORMAT_ROW in extension.hooks else None,
         window_bytes=_window_bytes(job) if job.data.streaming else None,
     )

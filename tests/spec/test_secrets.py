@@ -24,7 +24,9 @@ class Message(Value, frozen=True, kw_only=True):
     "name",
     ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "DB_PASSWORD",
      "my_secret", "SLACK_APIKEY", "SSH_PRIVATE_KEY", "GOOGLE_CREDENTIALS", "PGPASSWORD", "MYSQL_PASS", "GITHUB_PAT",
-     "OPENAI_KEY", "CLIENT_SECRETS", "NOTIFY_URL", "ACCESS_TOKENS", "API_KEYS"],
+     "OPENAI_KEY", "CLIENT_SECRETS", "NOTIFY_URL", "ACCESS_TOKENS", "API_KEYS", "HFTOKEN", "MYSQL_PWD", "DB_PWD",
+     "SSHPASS", "JWT", "DSN", "SENTRY_DSN", "CONNECTION_STRING", "AZURE_STORAGE_CONNECTION_STRING", "DB_CONNSTR",
+     "AZURE_SAS", "SAS", "SLACK_URL", "COOKIE"],
 )  # fmt: skip
 def test_variables_that_are_named_like_secrets_are(name):
     assert secrets.redact(f"401 for {SECRET}!", {name: SECRET}) == "401 for [redacted]!"
@@ -36,7 +38,8 @@ def test_variables_that_are_named_like_secrets_are(name):
         ("TOKENIZERS_PARALLELISM", "parallelism"), ("HF_TOKEN_PATH", "/home/someone/token"),
         ("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE"), ("GIT_PASSWORD_FILE", "/run/secrets/git"), ("HF_TOKEN", "short"),
         ("MONKEY", "gibbon-or-lemur"), ("PWD", "/home/someone"), ("SSH_ASKPASS", "/usr/bin/askpass"),
-        ("PATH", "/usr/bin:/bin"), ("KEYBOARD", "mechanical"),
+        ("PATH", "/usr/bin:/bin"), ("KEYBOARD", "mechanical"), ("OLDPWD", "/home/other"), ("INIT_PWD", "/home/third"),
+        ("SASL_MECHANISM", "scram-sha-256"), ("DSNMP_LEVEL", "verbose-one"), ("CONNECTION_STRINGS_FILE", "/etc/mine"),
     ],
 )  # fmt: skip
 def test_what_only_looks_like_one_is_not(name, value):
@@ -57,6 +60,15 @@ def test_a_token_that_was_stored_by_a_login_is_one(tmp_path):
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
+        (
+            "DefaultEndpointsProtocol=https;AccountKey=abcDEF123/+==;x=1",
+            "DefaultEndpointsProtocol=https;AccountKey=[redacted];x=1",
+        ),
+        ("Endpoint=sb://a/;SharedAccessKey=abcDEF123=", "Endpoint=sb://a/;SharedAccessKey=[redacted]"),
+        (
+            "https://a.blob.core.windows.net/b?sv=1&sig=abcDEF%2F123%3D&se=2",
+            "https://a.blob.core.windows.net/b?sv=1&sig=[redacted]&se=2",
+        ),
         ("no such repository for hf_AbCdEfGhIjKlMnOpQrStUvWx", "no such repository for [redacted]"),
         ("https://me:pa55@example.org/x.git", "https://[redacted]@example.org/x.git"),
         ("see https://example.org/a:b@c and hf_datasets", "see https://example.org/a:b@c and hf_datasets"),

@@ -1,8 +1,8 @@
 """Text as it may be shown: without secrets of the environment, and without characters that a terminal obeys.
 
-What counts as a secret: values of variables that are named like one (HF_TOKEN, PGPASSWORD, TEAM_WEBHOOK_URL), the token
-that `hf auth login` stored, anything of the form `hf_...`, and what stands before the `@` of a URL. `[redacted]` is
-shown instead.
+What counts as a secret: values of variables that are named like one (HF_TOKEN, MYSQL_PWD, AZURE_SAS, TEAM_WEBHOOK_URL),
+the token that `hf auth login` stored, anything of the form `hf_...`, keys and signatures within a connection string,
+and what stands before the `@` of a URL. `[redacted]` is shown instead.
 """
 
 import errno
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -20,11 +21,15 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 _NAME = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE)_?KEYS?|WEBHOOKS?|(?:HOOK|NOTIFY)_URL)(?:$|_)"
+    r"|(?:^|_)(?:JWTS?|DSN|SAS|COOKIES?|PWD|CONN(?:ECTION)?_?STR(?:ING)?)(?:$|_)|(?<=[A-Z])TOKEN$|SSHPASS$|^SLACK_URL$"
     r"|PASSWORDS?(?:$|_)|PASSWD(?:$|_)|_(?:KEYS?|PASS|PAT)$"
 )
 _NO_VALUE = ("_PATH", "_FILE", "_DIR", "_ID")  # such a variable holds a secret's path or owner
 _LEAST_CHARACTERS = 8  # shorter ones would occur in ordinary text
-_FORMS = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b|(?<=://)[^/\s@\"']+:[^/\s@\"']+(?=@)")
+_FORMS = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}\b|(?<=://)[^/\s@\"']+:[^/\s@\"']+(?=@)"
+    r"|(?<=AccountKey=)[A-Za-z0-9+/=]{8,}|(?<=SharedAccessKey=)[A-Za-z0-9+/=]{8,}|(?<=[?&]sig=)[A-Za-z0-9%+/=]{8,}"
+)
 REDACTED = "[redacted]"
 # Control characters but newline and tab, marks that reverse or hide text, and halves of characters, which a name of
 # bytes that are not UTF-8 has.
@@ -57,7 +62,8 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Values that must not be shown, plain and JSON-encoded, the longest first."""
-    found = {value.strip() for name, value in environment.items() if names_secret(name)}
+    named = ((name, value.strip()) for name, value in environment.items() if names_secret(name))
+    found = {value for name, value in named if not _is_folder(name, value)}
     found.add(_stored_token(environment))
     long = [value for value in found if len(value) >= _LEAST_CHARACTERS]
     return tuple(sorted({*long, *(json.dumps(value)[1:-1] for value in long)}, key=len, reverse=True))
@@ -66,6 +72,11 @@ def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
 def names_secret(name: str) -> bool:
     """True if a variable of this name holds a secret."""
     return _NAME.search(name.upper()) is not None and not name.upper().endswith(_NO_VALUE)
+
+
+def _is_folder(name: str, value: str) -> bool:
+    """True for a working directory, which a variable that ends with PWD holds as well (PWD, INIT_PWD)."""
+    return name.upper().endswith("PWD") and value.startswith("/")
 
 
 @contextmanager
@@ -90,6 +101,7 @@ class RedactedStream:
         """The stream is None if it was closed before Python started."""
         self.is_needed = False
         self.problem = None if stream is not None else OSError(errno.EBADF, os.strerror(errno.EBADF))
+        self._since_s: float | None = None  # when the stream was called, while it has not returned
         self._stream = stream if stream is not None else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123  # as long as the process
 
     def write(self, text: str) -> int:
@@ -104,6 +116,12 @@ class RedactedStream:
     def flush(self) -> None:
         self._or_drop(self._stream.flush)
 
+    def drop_if_unread(self, seconds: float) -> None:
+        """Drops the stream if a write has waited so long for a reader; for a signal handler, which interrupts it."""
+        if self._since_s is not None and time.monotonic() - self._since_s >= seconds:
+            self.problem = OSError(errno.EAGAIN, "it is not read")
+            self._discard()  # the write that waits is repeated, and goes to /dev/null
+
     def _encodable(self, text: str) -> str:
         """The text, of a stream that cannot encode it in ASCII, as JSON writes it."""
         try:
@@ -114,11 +132,14 @@ class RedactedStream:
 
     def _or_drop(self, act: Callable[[], object]) -> None:
         if self.problem is None:
+            self._since_s = time.monotonic()
             try:
                 act()
             except OSError as error:
                 self.problem = error
                 self._discard()
+            finally:
+                self._since_s = None
         if self.is_needed and self.problem is not None:
             if isinstance(self.problem, BrokenPipeError):
                 raise BrokenPipeError

@@ -238,3 +238,35 @@ def test_a_launcher_or_a_rank_that_is_stopped_is_named_with_the_command_that_con
     end = run(attempt, make_report(ending=Ending.FINISHED), seconds=3, on_tick=stop_both, on_notice=continue_it)
     assert end.report.ending is Ending.FINISHED
     assert {notice.partition(" is stopped")[0] for notice in notices} == {"the launcher", "rank 0"}
+
+
+PRINTING = """
+import os, sys
+from shardwise.launch.attempt import supervisor
+from shardwise.trainer.spec.secrets import redacted_output
+
+supervisor.UNREAD_S = 0.3
+stop = supervisor.StopRequest()
+with redacted_output(), stop.listening():
+    while stop.kind is None:
+        print("x" * 1000, flush=True)
+    print("the end", flush=True)
+sys.exit(75)
+"""
+
+
+def _context_switches(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+
+
+@pytest.mark.cold
+def test_a_supervisor_whose_output_is_not_read_ends_at_term():
+    with subprocess.Popen([sys.executable, "-c", PRINTING], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)  # the handlers are there
+        before = -1
+        while before != (before := _context_switches(process.pid)):  # until it waits in its write
+            time.sleep(0.3)
+        process.terminate()
+        assert process.wait(timeout=60) == 75

@@ -7,11 +7,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prepare_request_factory import numbered_text
+from prepare_request_factory import listed_request, numbered_text
 
+from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.scan import PIECE_CHARS, Block, Split, SplitSearch, content_hash, units
 from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sources import DataSource
 
 
 def blocks_of(*documents):
@@ -109,3 +111,28 @@ def test_an_example_is_known_by_what_is_said_whatever_the_order_of_its_keys():
     assert content_hash(one) == content_hash(other)
     different = (Chat(one.messages[::-1]), Completion("a", "b"), Preference("a", "b", "c"), "ab", TokenIds([1, 2]))
     assert len({content_hash(content) for content in (one, *different)}) == 6
+
+
+def test_held_out_rows_that_are_learned_are_counted_and_left_out_on_request(tmp_path):
+    """Of 40 rows of a source of its own ten are training rows; one of these is there twice."""
+    lines = [f'{{"text": "{numbered_text(2, word=f"line {number}").strip()!r}"}}' for number in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines[:100], lines[95]]))
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[90:130]))
+    source = DataSource(source=str(tmp_path / "b.jsonl"))
+    settings = {"cache_root": tmp_path / "cache", "eval_source": source.source, "packing": False, "seq_len": 64}
+    learned, dropped = (
+        prepare(listed_request(tmp_path / "a.jsonl", drop_copies=drops, **settings), lambda line: None)
+        for drops in (False, True)
+    )
+    assert (learned.num_rows, learned.num_eval_rows, learned.num_eval_copies) == (101, 40, 10)
+    assert any(note.startswith("10 of 40 held-out rows are also in data.train") for note in learned.notes)
+    assert (dropped.num_rows, dropped.num_eval_rows, dropped.num_eval_copies) == (90, 40, 0)
+    assert any("11 rows of data.train are also in data.eval" in note for note in dropped.notes)
+    assert learned.fingerprint != dropped.fingerprint
+
+
+def test_a_stream_cannot_leave_copies_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    request = listed_request(tmp_path / "a.jsonl", cache_root=tmp_path, drop_copies=True, window_bytes=1000)
+    with pytest.raises(InputError, match=r"data\.drop_copies"):
+        prepare(request, lambda line: None)

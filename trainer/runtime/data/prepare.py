@@ -67,7 +67,13 @@ from shardwise.trainer.runtime.data.tokenizer import (
     write_trained_tokenizer,
 )
 from shardwise.trainer.runtime.run.process import report_progress, run_request_and_exit
-from shardwise.trainer.spec.data.profile import DataProfile, PrepareRequest, SourceFile, content_suffix
+from shardwise.trainer.spec.data.profile import (
+    DataProfile,
+    PrepareRequest,
+    SourceFile,
+    content_suffix,
+    copies_note,
+)
 from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts, check_shape
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import DataFormat
@@ -112,6 +118,10 @@ def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfi
         raise InputError("data.train: names no file; give a file, a folder or python-stdlib")
     if request.seq_len < 2:
         raise InputError(f"train.seq_len: a row of {request.seq_len} tokens has no target; 2 are the least")
+    if request.window_bytes is not None and request.drop_copies:
+        raise InputError(
+            "data.drop_copies: a stream is not known as a whole before it is learned; use data.streaming=false"
+        )
     if request.window_bytes is not None:
         from shardwise.trainer.runtime.data.stream.windows import prepare_first_window  # which builds by this module
 
@@ -153,6 +163,8 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
     }
     if any(map(holds_rows, (*request.files, *request.eval_files))):
         settings["rendering"] = RENDERING_FORMAT
+    if request.drop_copies:
+        settings["drop_copies"] = True
     if request.window_bytes is not None:
         settings["stream"] = [request.window_bytes, [_identity_in_stream(file) for file in request.files]]
     return blake2b(msgspec.json.encode(settings), digest_size=16).hexdigest()
@@ -208,6 +220,7 @@ def build(work: Work) -> Built:
         vocab_size=tokenizer.vocab_size if tokenizer else work.request.vocab_size,
         num_eval_rows=len(rows.held_out) // per_example,
         num_eval_tokens=int(rows.held_out[:, 1].sum()),
+        num_eval_copies=0 if scan.copies is None or work.request.drop_copies else scan.copies.num_learned,
         eval_unigram_entropy_nats=unigram_entropy_nats(TokenRows.open(work.folder, "eval")) if has_entropy else None,
         lengths=length_histogram(lengths),
         num_documents=len(rows.documents) // per_example,
@@ -312,6 +325,7 @@ def _notes(work: Work, scan: RowScan, rows: Rows) -> Iterator[str]:
     if scan.bad_rows.num:
         yield f"{scan.bad_rows.num} bad rows were skipped: {scan.bad_rows}"
     yield from _notes_on_rows(scan)
+    yield from _notes_on_copies(scan, is_dropped=request.drop_copies)
     if rows.num_cut:
         yield f"{rows.num_cut} documents were longer than {request.seq_len} tokens and lost their end"
     if scan.split.piece_chars:
@@ -339,6 +353,17 @@ def _notes_on_rows(scan: RowScan) -> Iterator[str]:
         yield f"the chat template leaves these out of earlier answers, as at inference: {_counted(scan.shortened)}"
     if scan.unread:
         yield f"not read, as no part of the text: {_counted(scan.unread)}"
+
+
+def _notes_on_copies(scan: RowScan, *, is_dropped: bool) -> Iterator[str]:
+    """Held-out rows that are training rows as well."""
+    copies = scan.copies
+    if copies is None or not copies.num_learned:
+        return
+    if is_dropped:
+        yield f"{copies.num_train:,} rows of data.train are also in data.eval and are not learned (data.drop_copies)"
+    else:
+        yield copies_note(copies.num_learned, of=copies.num_held_out)
 
 
 def _counted(counts: Counter[str]) -> str:

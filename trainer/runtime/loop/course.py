@@ -19,6 +19,7 @@ from shardwise.trainer.runtime.data.batches import MicroBatch, padding_share, st
 from shardwise.trainer.runtime.data.stream.rows import POLL_S, StepRows
 from shardwise.trainer.runtime.engines.accelerator import facts_after_step
 from shardwise.trainer.runtime.loop.adapter_check import AdapterCheck
+from shardwise.trainer.runtime.loop.first_steps import FirstSteps
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.loop.metrics import DoneStep, MetricsFile, StepMetrics, StepObserver
 from shardwise.trainer.runtime.loop.objectives import (
@@ -85,6 +86,7 @@ def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wa
 def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
     schedule, state = session.plan.schedule, session.state
     saves, watch, adapters = PeriodicSaves(session), StepWatch(session), AdapterCheck(session)
+    checks, from_start = FirstSteps(session, objectives.train), state.log.texts_of(IncidentKind.AT_START)
     with (
         MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics,
         CardWatch(session.accelerator.device).watching() as card,
@@ -95,7 +97,9 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
                 if not session.plan.is_trial:
                     save_state(session, "the stop")
                 return Ending.STOPPED
-            done = _one_step(session, objectives, observer)._replace(incidents=adapters.after_step())
+            done = _one_step(session, objectives, observer, checks)
+            done = done._replace(incidents=(*from_start, *done.incidents, *adapters.after_step()))
+            from_start = ()
             goes_back = must_go_back(session)
             every = schedule.eval_every_steps
             is_eval_due = not goes_back and every is not None and state.step % every == 0
@@ -105,6 +109,7 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
                 metrics.append(figures)
                 observer.line_written()
             watch.call(figures)
+            checks.end_if_certain()
             if goes_back:
                 go_back(session)
                 continue
@@ -171,16 +176,18 @@ def _has_stalled(session: Session) -> bool:
     return not session.ranks.all_agree(evaluations_without_gain(session.state.evaluations) < patience)
 
 
-def _one_step(session: Session, objectives: Objectives, observer: StepObserver) -> DoneStep:
+def _one_step(session: Session, objectives: Objectives, observer: StepObserver, checks: FirstSteps) -> DoneStep:
     """Runs one step and records its measurements."""
     plan, state, device = session.plan, session.state, session.accelerator.device
     step = state.step + 1
     if state.core_queue is None and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
         state.core_queue = CoreQueue()
     clock = Clock(device, on_phase=lambda phase: session.writer.beat(phase, step=step - 1))
+    checks.before_step()
     begin = time.perf_counter()
     with clock.measure("data"):
-        micro_batches, num_terms = _micro_batches(session, step)
+        of_step = _rows_of_step(session, step)
+        micro_batches, num_terms = _micro_batches(session, of_step)
     lr = learning_rate(plan.schedule, plan.job.train, step)
     with _maybe_profiled(session, step, clock) as is_profiled:
         result = run_step(
@@ -217,7 +224,8 @@ def _one_step(session: Session, objectives: Objectives, observer: StepObserver) 
         seen = facts_after_step(session.model, session.optimizer, session.installed, session.scaler)
         state.verified = replace(state.verified, facts=seen | timed_facts(session.plan))
     _note_fallbacks(session, step)
-    return DoneStep(result, clock, lr, step_s, padding_share(micro_batches), rows, _epoch(session))
+    problems = checks.after_step(of_step, micro_batches, result)
+    return DoneStep(result, clock, lr, step_s, padding_share(micro_batches), rows, _epoch(session), problems)
 
 
 def _note_fallbacks(session: Session, step: int) -> None:
@@ -239,9 +247,9 @@ def _note_fallbacks(session: Session, step: int) -> None:
         session.state.verified = replace(verified, not_compiled=compilation.failure)
 
 
-def _micro_batches(session: Session, step: int) -> tuple[Sequence[MicroBatch], int]:
+def _micro_batches(session: Session, of_step: StepRows) -> tuple[Sequence[MicroBatch], int]:
     chosen = session.plan.chosen
-    rows, place, seed = _rows_of_step(session, step)
+    rows, place, seed = of_step
     return step_micro_batches(
         rows,
         step=place,

@@ -83,7 +83,7 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     loss_scale: float | None = None
     skipped: bool | None = None  # the weights are what they were before the step
     skipped_rows: tuple[int, ...] | None = None  # of the prepared data, in such a step; not of an fp16 overflow
-    incidents: tuple[str, ...] | None = None  # of the adapters, as in the report
+    incidents: tuple[str, ...] | None = None  # that the first steps showed, as in the report
 
 
 # Omitted from a line if None; the other fields are always present.

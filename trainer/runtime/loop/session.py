@@ -40,7 +40,7 @@ from shardwise.trainer.runtime.models.meta_model import MetaModel, blank
 from shardwise.trainer.runtime.optimizers import build_optimizer, check_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision
 from shardwise.trainer.runtime.run.extension import Hooks, load_hooks
-from shardwise.trainer.runtime.run.state import ReportWriter, RunPaths, RunState, installed_versions
+from shardwise.trainer.runtime.run.state import IncidentKind, ReportWriter, RunPaths, RunState, installed_versions
 from shardwise.trainer.spec.data.shapes import packing_note
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import Plan
@@ -124,6 +124,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         _continue_from(state, resumption.checkpoint, scaler, num_coded_anew=num_coded_anew)
     check_documents_apart(wrapped, plan, accelerator.device)
     _note_packing(plan, state)
+    _note_copies(plan, state)
     return Session(
         plan=plan,
         paths=paths,
@@ -149,6 +150,16 @@ def _note_packing(plan: Plan, state: RunState) -> None:
     note = packing_note(plan.data.format, packing=plan.job.data.packing, obstacle=obstacle)
     if note is not None and not plan.data.is_packed:
         state.log.note(note)
+
+
+def _note_copies(plan: Plan, state: RunState) -> None:
+    """Notes in the report that some held-out rows are learned."""
+    if plan.data.num_eval_copies and not plan.is_trial:
+        state.log.note(
+            f"{plan.data.num_eval_copies:,} held-out rows are also in data.train: the held-out loss is partly one of "
+            "learned rows (data.drop_copies)",
+            IncidentKind.AT_START,
+        )
 
 
 def _open_rows(plan: Plan) -> tuple[TokenRows, TokenRows | None]:
@@ -227,7 +238,7 @@ def _begin_resumption(plan: Plan, paths: RunPaths, state: RunState, ranks: Ranks
     begun = begin_resumption(
         paths.resume_dir / "checkpoints",
         check=lambda checkpoint: check_compatible(checkpoint, facts_of(plan, state)),
-        on_skip=state.log.note,
+        on_skip=lambda text: state.log.note(text, IncidentKind.AT_START),
         ranks=ranks,
     )
     if begun is None:

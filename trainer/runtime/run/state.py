@@ -145,6 +145,7 @@ class IncidentKind(StrEnum):
     LOSS_NOT_FUSED = "loss_not_fused"
     NOT_SAVED = "not_saved"
     MORE_NOT_SAVED = "more_not_saved"
+    AT_START = "at_start"  # shown with the first step
     OTHER = "other"
 
 
@@ -174,6 +175,10 @@ class IncidentLog:
         """Appends an incident and removes the earlier ones of its kind."""
         self._entries = [entry for entry in self._entries if entry.kind is not kind]
         self.note(text, kind)
+
+    def texts_of(self, kind: IncidentKind) -> tuple[str, ...]:
+        """The lines of a kind."""
+        return tuple(entry.text for entry in self._entries if entry.kind is kind)
 
     def count(self, kind: IncidentKind) -> int:
         """Number of incidents of a kind."""

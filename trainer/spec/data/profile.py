@@ -51,6 +51,7 @@ class DataProfile(Value, frozen=True, kw_only=True):
     packing_efficiency: float | None = None  # tokens of the rows, of as many rows of seq_len
     num_eval_rows: int = 0
     num_eval_tokens: int = 0
+    num_eval_copies: int = 0  # held-out rows, of a source of their own, that are also training rows and learned
     eval_unigram_entropy_nats: float | None = None
     lengths: LengthHistogram | None = None  # of the rows: after packing, cutting and weights
     num_documents: int = 0  # of the training side
@@ -64,6 +65,14 @@ class DataProfile(Value, frozen=True, kw_only=True):
     dropped_tokens: int = 0  # in remainders shorter than a row and in the ends of truncated rows
     is_stream: bool = False  # prepared while it is trained on: every count is of the first window, epochs are unknown
     notes: tuple[str, ...] = ()  # sentences for the user about skipped, truncated or split rows
+
+
+def copies_note(num_copies: int, *, of: int) -> str:
+    """Sentence about held-out rows that are learned."""
+    return (
+        f"{num_copies:,} of {of:,} held-out rows are also in data.train, so their loss is no held-out loss; "
+        "data.drop_copies=true leaves them out of training"
+    )
 
 
 def stream_note(window_bytes: int, *, eval_share: float | None) -> str:
@@ -122,6 +131,7 @@ class PrepareRequest(Value, frozen=True, kw_only=True):
     files: tuple[SourceFile, ...] = ()  # of `sources`, on disk
     eval_files: tuple[SourceFile, ...] = ()  # of `eval_source`, on disk
     revisions: tuple[str, ...] = ()  # ORG/NAME@COMMIT of every source that is from the hub
+    drop_copies: bool = False  # training rows that `eval_source` has as well are not learned
     window_bytes: int | None = None  # text of a window of a stream; None: no stream, everything is prepared at once
 
 

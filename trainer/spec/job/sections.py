@@ -207,6 +207,9 @@ class DataJob(Value, frozen=True, kw_only=True):
     bad_rows_max: Annotated[
         float, Setting("With `bad_rows: skip`: the largest share that may be skipped.", share())
     ] = 0.001
+    drop_copies: Annotated[
+        bool, Setting("Does not learn rows that the source of `eval` has as well; not with `streaming`.")
+    ] = False
     streaming: Annotated[bool, Setting("Reads the data while training instead of preparing it first.")] = False
 
 
@@ -302,6 +305,10 @@ class TrainJob(Value, frozen=True, kw_only=True):
     seed: Annotated[
         int, Setting("Seed of initial weights, data order and dropout.", whole(minimum=0, maximum=2**32 - 1))
     ] = 0
+    check_first_steps: Annotated[
+        bool,
+        Setting("Compares rows, loss and update of the first steps with the plan; a certain fault ends the run."),
+    ] = True
     neftune_alpha: Annotated[float | None, Setting("Noise on the embeddings (NEFTune).", number(above=0))] = None
     router_aux_loss: Annotated[
         float | None,

@@ -15,7 +15,7 @@ this results in an empty side, the piece with the lowest or highest hash goes th
 import codecs
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain, groupby
 from typing import NamedTuple
@@ -68,6 +68,7 @@ class Split(NamedTuple):
 
     threshold: int
     piece_chars: int | None = None  # None: documents are not cut
+    left_out: Container[int] = ()  # hashes of blocks that are on neither side
 
 
 class Unit(NamedTuple):
@@ -141,6 +142,40 @@ class RejectedRows:
         )
 
 
+class Copies:
+    """Held-out rows, of a source of their own, that are also training rows."""
+
+    def __init__(self, held_out: Iterator[Item]) -> None:
+        self._held_out = Counter(content_hash(item.content) for item in held_out if isinstance(item, Block))
+        self._found: dict[int, int] = {}  # training rows, by their hash
+
+    def note(self, block: Block) -> None:
+        """Counts a training row, if it is one of the held-out ones."""
+        key = content_hash(block.content)
+        if key in self._held_out:
+            self._found[key] = self._found.get(key, 0) + 1
+
+    @property
+    def num_held_out(self) -> int:
+        """Held-out rows."""
+        return self._held_out.total()
+
+    @property
+    def num_learned(self) -> int:
+        """Held-out rows that are also training rows."""
+        return sum(self._held_out[key] for key in self._found)
+
+    @property
+    def num_train(self) -> int:
+        """Training rows that are also held out."""
+        return sum(self._found.values())
+
+    @property
+    def keys(self) -> frozenset[int]:
+        """Their hashes."""
+        return frozenset(self._found)
+
+
 class RowScan(NamedTuple):
     """Result of the pass over every row."""
 
@@ -152,6 +187,7 @@ class RowScan(NamedTuple):
     unread: Counter[str]  # rows by the keys that are no part of their tokens; rendering adds those of messages
     shortened: Counter[str]  # rows by the keys that the chat template leaves out of earlier answers
     left_out: Counter[str]  # rows by the mark that excludes them
+    copies: "Copies | None" = None  # of a source of held-out rows
 
     @property
     def num_rows(self) -> int:
@@ -320,7 +356,8 @@ def scan_rows(request: PrepareRequest, sources: Sources) -> RowScan:
     search = None if request.eval_share is None else SplitSearch(request.eval_share)
     num_chars = num_documents = num_plain = 0
     bad_rows, unread, left_out = RejectedRows(), Counter[tuple[str, ...]](), Counter[str]()
-    train = ((item, search) for item in _read_train(sources, "checking"))
+    copies = Copies(_read(sources, sources.held_out, "checking")) if sources.held_out else None
+    train = ((item, search) for item in _noted(_read_train(sources, "checking"), copies))
     held_out = ((item, None) for item in _read(sources, sources.held_out, "checking"))
     for item, side in chain(train, held_out):
         if isinstance(item, BadRow):
@@ -338,14 +375,24 @@ def scan_rows(request: PrepareRequest, sources: Sources) -> RowScan:
     by_column = Counter[str]()
     for columns, count in unread.items():
         by_column.update(dict.fromkeys(columns, count))
-    scan = RowScan(ALL_TRAIN, num_chars, num_documents, bad_rows, num_plain, by_column, Counter(), left_out)
+    scan = RowScan(ALL_TRAIN, num_chars, num_documents, bad_rows, num_plain, by_column, Counter(), left_out, copies)
     bad_rows.check(request, num_rows=scan.num_rows)
     if not num_documents:
         first = request.files[0].path
         if left_out:
             raise InputError(f"data.train: every row is excluded ({', '.join(left_out)}); nothing would be learned")
         raise InputError(f"data.train: holds nothing but blanks ({len(request.files)} files, the first {first})")
+    if request.drop_copies and copies is not None:
+        scan = scan._replace(split=ALL_TRAIN._replace(left_out=copies.keys))
     return scan if search is None else scan._replace(split=search.split())
+
+
+def _noted(items: Iterator[Item], copies: Copies | None) -> Iterator[Item]:
+    """The same items, after those that are held out as well were counted."""
+    for item in items:
+        if copies is not None and isinstance(item, Block):
+            copies.note(item)
+        yield item
 
 
 def units_of(sources: Sources, split: Split, verb: str) -> Iterator[Unit]:
@@ -454,8 +501,11 @@ def units(blocks: Iterator[Block], split: Split) -> Iterator[Unit]:
     """The blocks of a split in order, cut where the side changes; neighbours on one side stay in one piece."""
     was_held_out = None
     for block in blocks:
-        if block.opens_document:
+        is_left_out = bool(split.left_out) and content_hash(block.content) in split.left_out
+        if block.opens_document or is_left_out:
             was_held_out = None
+        if is_left_out:
+            continue
         pieces = _cut(block.content, split)
         for is_held_out, neighbours in groupby(pieces, key=lambda piece: content_hash(piece) < split.threshold):
             content = "".join(map(str, neighbours)) if isinstance(block.content, str) else block.content

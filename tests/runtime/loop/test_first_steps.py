@@ -1,0 +1,148 @@
+"""A run whose rows, loss or update are not the plan's is named before step 5; a run in order has no line."""
+
+from itertools import chain, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from attempt_runs import metrics_of, run_attempt
+from msgspec.structs import replace
+from rank_factory import rank_plan, write_packed_rows
+from silent_faults import FAULTS
+
+from shardwise.trainer.runtime.loop.first_steps import NUM_STEPS
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
+from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import LossHead, Method, Precision
+
+# An update, a loss and rows; the others are in the long test.
+QUICK = ("learning rate times ten", "labels one too far", "half of the rows twice")
+NAMED = ("labels not shifted", "layer frozen", "matrix without gradient", "no update")  # the run goes on
+
+
+class Outcome(NamedTuple):
+    """What a run found, and where it ended."""
+
+    state: RunState
+    error: EnvironmentFaultError | None
+
+
+def outcome_of(run_dir: Path, plan: Plan) -> Outcome:
+    state = RunState()
+    try:
+        run_attempt(run_dir, plan, state=state)
+    except EnvironmentFaultError as error:
+        return Outcome(state, error)
+    return Outcome(state, None)
+
+
+def plan_of(cache_dir: Path, **changes: Any) -> Plan:
+    settings = {"num_steps": NUM_STEPS + 1, "micro_batch": 4, "accumulation": 2}
+    return rank_plan(cache_dir, **(settings | changes))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_silent_fault_is_named_before_step_5(name, tmp_path, cache_dir):
+    with FAULTS[name]():
+        found = outcome_of(tmp_path / "run", plan_of(cache_dir))
+    assert found.state.incidents, "nothing was named"
+    lines = metrics_of(tmp_path / "run")
+    (named,) = [line for line in lines if "incidents" in line]
+    assert named["step"] <= NUM_STEPS and named["incidents"] == found.state.incidents
+    assert (found.error is None) is (name in NAMED)
+    if found.error is not None:
+        assert found.error.exit_code is ExitCode.ENVIRONMENT and found.state.step <= NUM_STEPS
+        assert str(found.error).splitlines()[0] == found.state.incidents[0]
+        assert "train.check_first_steps=false" in str(found.error)
+
+
+@pytest.mark.long
+@pytest.mark.products
+def test_a_checkpoint_that_is_passed_over_is_said_with_the_first_step_of_the_resume(tmp_path, cache_dir):
+    plan = plan_of(cache_dir, checkpoint_every_steps=2, num_steps=6)
+    run_attempt(tmp_path / "run", plan, wants_stop=lambda state: state.step == 4)
+    shard = next((tmp_path / "run" / "checkpoints" / "step-00000004").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    run_attempt(tmp_path / "run", replace(plan, resume=True), number=2)
+    first = next(line for line in metrics_of(tmp_path / "run") if line["attempt"] == 2)
+    assert first["step"] == 3 and len(first["incidents"]) == 1
+    assert first["incidents"][0].startswith("step-00000004 is damaged and was passed over")
+
+
+AFTER_A_RESUME = ("rows of another seed", "moments forgotten")
+
+
+@pytest.mark.long
+@pytest.mark.products
+@pytest.mark.parametrize("name", AFTER_A_RESUME)
+def test_a_resume_that_goes_on_with_something_else_is_named_at_its_first_step(name, tmp_path, cache_dir):
+    plan = plan_of(cache_dir, num_steps=6)
+    run_attempt(tmp_path / "run", plan, wants_stop=lambda state: state.step == 1)
+    with FAULTS[name](), pytest.raises(EnvironmentFaultError, match="step 2: "):
+        run_attempt(tmp_path / "run", replace(plan, resume=True), number=2)
+
+
+def test_one_setting_switches_the_checks_off(tmp_path, cache_dir):
+    plan = plan_of(cache_dir, num_steps=1, train={"check_first_steps": False})
+    with FAULTS["learning rate times ten"]():
+        found = outcome_of(tmp_path / "run", plan)
+    assert found.state.step == 1 and not found.state.incidents and found.error is None
+
+
+@pytest.mark.long
+@pytest.mark.products
+def test_a_run_in_order_has_no_line_and_the_bits_of_one_without_the_checks(tmp_path, cache_dir):
+    for name, is_on in (("with", True), ("without", False)):
+        settings = {"num_steps": 4, "train": {"check_first_steps": is_on}, "optimizer": Optimizer.LION}
+        found = outcome_of(tmp_path / name, plan_of(cache_dir, **settings))
+        assert not found.state.incidents
+    weights = [(tmp_path / name / "export" / "model.safetensors").read_bytes() for name in ("with", "without")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.long
+@pytest.mark.products
+def test_of_forty_silent_faults_36_are_named_before_step_5(tmp_path, cache_dir):
+    missed = []
+    for name, fault in FAULTS.items():
+        with fault():
+            found = outcome_of(tmp_path / name.replace(" ", "-"), plan_of(cache_dir))
+        if not found.state.incidents:
+            missed.append(name)
+    assert len(FAULTS) >= 40
+    assert len(missed) <= 4, missed
+
+
+SIMPLE = [each for each in Optimizer if each is not Optimizer.DEEPSPEED_CPU_ADAM]
+GOOD_JOBS: list[dict[str, Any]] = list(
+    chain(
+        ({"optimizer": a, "precision": b} for a, b in product(SIMPLE, (Precision.FP32, Precision.BF16))),
+        (
+            {"method": a, "loss": b, "precision": c}
+            for a, b, c in product(
+                (Method.FULL, Method.LORA, Method.GALORE),
+                (LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED),
+                (Precision.FP32, Precision.BF16_MIXED),
+            )
+        ),
+        ({"clip": clip, "lr": lr} for clip, lr in product((1e-3, 1.0), (1e-6, 1e-2))),
+    )
+)
+
+
+@pytest.mark.long
+@pytest.mark.products
+@pytest.mark.parametrize("rows", ["grouped", "packed"])
+def test_a_hundred_good_jobs_have_no_line(rows, tmp_path, cache_dir):
+    cache_dir = cache_dir if rows == "grouped" else write_packed_rows(tmp_path / "rows")
+    alarms = {}
+    for number, settings in enumerate(GOOD_JOBS):
+        in_backward = settings.get("optimizer") in (Optimizer.LOMO, Optimizer.ADALOMO)
+        batch = {"micro_batch": 8, "accumulation": 1} if in_backward else {}
+        found = outcome_of(tmp_path / str(number), plan_of(cache_dir, **batch, **settings))
+        if found.state.incidents or found.error is not None:
+            alarms[str(settings)] = (found.state.incidents, found.error)
+    assert 2 * len(GOOD_JOBS) >= 100
+    assert not alarms
