@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, NoReturn
 
 PRELOADED = (
     "torch", "transformers", "accelerate", "accelerate.commands.launch", "torch.distributed.run",
-    "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "deepspeed", "transformers.models.auto",
+    "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "transformers.models.auto",
     "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "datasets", "tokenizers", "numpy",
     "shardwise.trainer.__main__", "shardwise.trainer.runtime.loop.course", "shardwise.trainer.runtime.data.prepare",
     "shardwise.trainer.runtime.tools.torch_check",
@@ -347,7 +347,6 @@ def _run(arguments: list[str], path: list[str]) -> int:
 def _start(kind: str, target: str, main_module: types.ModuleType, entries: list[str]) -> None:
     if any((Path(entry) / "sitecustomize.py").is_file() for entry in entries):  # a new interpreter runs it at its start
         sys.modules.pop("sitecustomize", None)
-        _forget("deepspeed")  # it was imported for CPU ranks, and a stand-in may be for a card
         importlib.import_module("sitecustomize")
     if kind == "-c":
         exec(compile(target, "<string>", "exec"), main_module.__dict__)
@@ -370,13 +369,9 @@ def _forget_other_product() -> None:
             continue
         found = importlib.machinery.PathFinder.find_spec(name, sys.path)
         if found is None or found.origin != loaded.__file__:
-            _forget(*PRODUCT)
+            for each in [each for each in sys.modules if each.partition(".")[0] in PRODUCT]:
+                del sys.modules[each]
             return
-
-
-def _forget(*packages: str) -> None:
-    for each in [each for each in sys.modules if each.partition(".")[0] in packages]:
-        del sys.modules[each]
 
 
 def _ended(run: Any) -> int:

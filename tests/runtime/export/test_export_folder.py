@@ -17,8 +17,6 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 MODEL = """
 import sys
 from pathlib import Path
-for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-    del sys.modules[name]  # of the warm process
 from transformers import LlamaConfig, LlamaForCausalLM
 model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
 """
