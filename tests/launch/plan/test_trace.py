@@ -32,13 +32,20 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return make_workplace(tmp_path_factory.mktemp("traces"))
 
 
-def read(workplace: Workplace, config: dict[str, object], *settings: str, needs_costs: bool = True) -> PlanInputs:
+def read(
+    workplace: Workplace,
+    config: dict[str, object],
+    *settings: str,
+    needs_costs: bool = True,
+    traced: ModelShape | None = None,
+) -> PlanInputs:
     (workplace.folder / "model" / "config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workplace.folder)
         return read_inputs(
             workplace.job, ["data.packing=false", "train.seq_len=256", *settings],
-            hardware_spec="1xRTX-4090", only_plans=True, needs_costs=needs_costs, environment=workplace.environment,
+            hardware_spec="1xRTX-4090", only_plans=True, needs_costs=needs_costs, traced=traced,
+            environment=workplace.environment,
         )  # fmt: skip
 
 
@@ -58,6 +65,8 @@ def test_an_unknown_type_is_planned_from_traces_that_the_cache_keeps(
     config, before = KINDS["linear attention, dense"], set(cached(workplace))
     inputs = read(workplace, config, "data.packing=auto")
     assert capsys.readouterr().err.count("tracing one block of each kind of qwen3_5_text") == 1
+    other = read(workplace, config, "train.seq_len=128", traced=inputs.shape)
+    assert other.shape == inputs.shape and capsys.readouterr().err == "", "of other rows nothing is traced again"
     assert inputs.request.packing is False and inputs.shape.packing_obstacle is not None
     made = set(cached(workplace)) - before  # also for a job that says that it does not pack
     assert read(workplace, config).shape == inputs.shape and len(made) == 2
