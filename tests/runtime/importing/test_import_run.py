@@ -304,7 +304,8 @@ def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
 
 LARGE = {"vocab_size": 6000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8}
 WATCH = """
-import json, sys
+import ctypes, json, sys
+ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back at once
 small, pickled, zero, dcp, folder_of_peak = sys.argv[1:]
 sys.path.append(folder_of_peak)
 from rank_process import Peak

@@ -38,7 +38,7 @@ from shardwise.trainer.runtime.importing.tensors import (
     in_memory,
     load_metadata,
     load_pickled,
-    load_pickled_bytes,
+    load_pickled_part,
 )
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.units import MIB
@@ -123,12 +123,9 @@ def _read_box(folder: Path, name: str, box: _Box, dtype: torch.dtype) -> Tensor:
     least_bytes = prod(box.sizes) * dtype.itemsize
     if not least_bytes <= box.num_bytes <= least_bytes + _OVERHEAD_BYTES:
         raise _damaged(folder / METADATA, f"{box.num_bytes} bytes for {least_bytes} of {name}")
-    with path.open("rb") as stream:
-        stream.seek(box.start)
-        content = stream.read(box.num_bytes)
-    if len(content) < box.num_bytes:
+    if path.stat().st_size < box.start + box.num_bytes:
         raise InputError(f"{path}: is truncated: it ends within {name}; copy it again")
-    tensor = checked_tensor(load_pickled_bytes(content, path), path, name)
+    tensor = checked_tensor(load_pickled_part(path, box.start, box.num_bytes), path, name)
     if tuple(tensor.shape) != box.sizes or tensor.dtype is not dtype:
         raise InputError(f"{path}: {name} in it is not as {METADATA} describes it")
     return tensor

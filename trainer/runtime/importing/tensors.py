@@ -19,9 +19,9 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from io import BytesIO
+from io import SEEK_CUR, SEEK_END, SEEK_SET, BufferedReader, BytesIO, RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -214,14 +214,39 @@ def load_pickled(path: Path) -> Any:  # noqa: ANN401  # any content
         return _load_checked(path, is_mapped=True)
 
 
-def load_pickled_bytes(content: bytes, origin: Path) -> Any:  # noqa: ANN401  # any content
-    """As `load_pickled`, of bytes in memory: a part of the file `origin`."""
-    with _explained(origin):
-        _check_archive(BytesIO(content), origin)
-        return _load_checked(BytesIO(content), is_mapped=False)
+def load_pickled_part(path: Path, start: int, num_bytes: int) -> Any:  # noqa: ANN401  # any content
+    """As `load_pickled`, of a part of a file, which is read straight into its tensors."""
+    with _explained(path), path.open("rb") as stream:
+        part = cast("IO[bytes]", _Part(stream, start, num_bytes))
+        _check_archive(part, path)
+        part.seek(0)
+        return _load_checked(part, is_mapped=False)
 
 
-def _load_checked(source: Path | BytesIO, *, is_mapped: bool) -> Any:  # noqa: ANN401  # any content
+class _Part(RawIOBase):
+    """Bytes [start, start + num_bytes) of a file, as a file (torch's own view of a part seeks wrongly from its end)."""
+
+    def __init__(self, stream: BufferedReader, start: int, num_bytes: int) -> None:
+        self._stream, self._start, self._num_bytes, self._place = stream, start, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        self._place = max(0, offset + {SEEK_SET: 0, SEEK_CUR: self._place, SEEK_END: self._num_bytes}[whence])
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401  # RawIOBase's signature
+        self._stream.seek(self._start + self._place)
+        num_read = self._stream.readinto(memoryview(buffer)[: max(0, self._num_bytes - self._place)])
+        self._place += num_read
+        return num_read
+
+
+def _load_checked(source: Path | IO[bytes], *, is_mapped: bool) -> Any:  # noqa: ANN401  # any content
     with safe_globals([(kind, name) for name, kind in STAND_INS.items()]):
         return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
 
@@ -270,7 +295,7 @@ def refused(origin: Path, name: str) -> InputError:
     )
 
 
-def _check_archive(stream: BinaryIO, origin: Path) -> None:
+def _check_archive(stream: IO[bytes], origin: Path) -> None:
     """InputError for anything but a plain zip of `torch.save` whose pickle names only known classes."""
     if not zipfile.is_zipfile(stream):
         stream.seek(0)
