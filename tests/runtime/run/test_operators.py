@@ -13,7 +13,7 @@ import torch
 from captured_machine import captured
 from operator_cache import folder_with_operators
 
-from shardwise.trainer.runtime.run.operators import PROCESSORS, built_library, marker, read_processor
+from shardwise.trainer.runtime.run.operators import PROCESSORS, built_library, compiled_header, marker, read_processor
 from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type, weight_type
 from shardwise.trainer.spec.strategy import Precision
 
@@ -65,6 +65,23 @@ def test_w56_deepspeed_runs_the_compiler_for_an_operator_that_is_built_and_a_ran
     assert marker(tmp_path, "cpu_adam").is_file()
 
 
+@pytest.mark.parametrize("num_sources", [3, 4])
+def test_torchs_headers_are_compiled_once_where_many_sources_read_them(num_sources, tmp_path):
+    """Then a compiler does not read them again, and so does not see what the test puts into them afterwards."""
+    torchs = tmp_path / "torch" / "extension.h"
+    torchs.parent.mkdir()
+    torchs.write_text("#pragma once\ninline int one() { return 1; }\n")
+    rules = [f"cxx = c++\n\ncflags = -I{tmp_path}\nrule compile\n  command = $cxx $cflags -c $in -o $out\n"]
+    for number in range(num_sources):
+        (tmp_path / f"{number}.cpp").write_text("#include <torch/extension.h>\nint main() { return one(); }\n")
+        rules.append(f"build {number}.o: compile {number}.cpp\n")
+    (tmp_path / "build.ninja").write_text("".join(rules))
+    is_compiled = compiled_header(tmp_path / "build.ninja", tmp_path / "shared.h").is_file()
+    torchs.write_text("#error read again\n")
+    built = subprocess.run(["ninja"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (is_compiled, built.returncode) == ((True, 0) if num_sources == 4 else (False, 1)), built.stdout
+
+
 def test_only_a_library_that_is_marked_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert built_library("cpu_adam") is None
@@ -103,6 +120,8 @@ print("answer:" + json.dumps([plain, answer()]))
 """
 
 
+@pytest.mark.long
+@pytest.mark.products
 def test_w53_deepspeed_reads_the_processor_each_time():
     (*plain, num_queries_before), (*cached, num_queries) = result_of(ASK)
     assert num_queries_before == 3  # once for the architecture, once for the flags; the third is this test's

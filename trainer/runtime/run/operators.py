@@ -19,6 +19,8 @@ job pins Liger's kernels, whatever fails is an error; where the planner chose th
 import importlib.util
 import os
 import platform
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -120,6 +122,45 @@ def omit_debug_symbols() -> None:
     OpBuilder.strip_empty_entries = lambda self, args: [each for each in keep(self, args) if each != "-g"]
 
 
+_SHARED = "#include <torch/extension.h>\n"  # the first header of nearly every source, 20 s of a compiler's time
+_MIN_SOURCES = 4  # below, the header alone takes longer
+
+
+def precompile_headers() -> None:
+    """Compiles torch's headers once for an operator, which is faster by half for one with many sources.
+
+    Where a compiler cannot do so, nothing changes; one that finds other flags than the header's reads it as text.
+    """
+    from torch.utils import cpp_extension
+
+    build = cpp_extension._run_ninja_build
+
+    def build_with_headers(build_directory: str, verbose: bool, error_prefix: str) -> None:  # noqa: FBT001  # torch's
+        header = Path(build_directory, "shared.h")
+        compiled = compiled_header(Path(build_directory, "build.ninja"), header)
+        try:
+            build(build_directory, verbose, error_prefix)
+        finally:
+            compiled.unlink(missing_ok=True)  # it has a quarter of a gigabyte
+
+    cpp_extension._run_ninja_build = build_with_headers
+
+
+def compiled_header(rules: Path, header: Path) -> Path:
+    """Where torch's headers are compiled by the flags of ninja's rules, which then use them; not for few sources."""
+    text, compiled = rules.read_text(), header.with_name(f"{header.name}.gch")
+    variables = dict(re.findall(r"^(cxx|cflags) = (.*)$", text, re.MULTILINE))
+    if text.count(": compile ") < _MIN_SOURCES or len(variables) < 2:
+        return compiled
+    header.write_text(_SHARED)
+    argv = shlex.split(f"{variables['cxx']} {variables['cflags']}")
+    argv += ["-x", "c++-header", str(header), "-o", str(compiled)]
+    if subprocess.run(argv, capture_output=True, check=False).returncode == 0:
+        include = shlex.quote(str(header)).replace("$", "$$")
+        rules.write_text(text.replace("\ncflags = ", f"\ncflags = -include {include} "))
+    return compiled
+
+
 def _imported(name: str, library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None and spec.loader is not None, library
@@ -199,6 +240,7 @@ def build(name: str) -> None:
 
     read_processor_from_proc()
     omit_debug_symbols()
+    precompile_headers()
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
         raise RuntimeError(f"DeepSpeed has no {name} for {get_accelerator().device_name()}")
