@@ -19,13 +19,13 @@ job pins Liger's kernels, whatever fails is an error; where the planner chose th
 import importlib.util
 import os
 import platform
-import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -122,43 +122,41 @@ def omit_debug_symbols() -> None:
     OpBuilder.strip_empty_entries = lambda self, args: [each for each in keep(self, args) if each != "-g"]
 
 
-_SHARED = "#include <torch/extension.h>\n"  # the first header of nearly every source, 20 s of a compiler's time
-_MIN_SOURCES = 4  # below, the header alone takes longer
+_MIN_JOINED = 4  # sources of one folder; each reads torch's headers again, for 20 s
 
 
-def precompile_headers() -> None:
-    """Compiles torch's headers once for an operator, which is faster by half for one with many sources.
+def joined_sources(sources: Sequence[str], package: Path, folder: Path) -> list[str]:
+    """Sources of a package, where those of one of its folders are one that includes them all.
 
-    Where a compiler cannot do so, nothing changes; one that finds other flags than the header's reads it as text.
+    What it includes are copies below `folder`, in which a header counts once: DeepSpeed's have no guards.
     """
-    from torch.utils import cpp_extension
+    places = Counter(Path(source).parent for source in sources if source.endswith(".cpp"))
+    joined = {place for place, number in places.items() if number >= _MIN_JOINED}
+    if joined:
+        top = Path(os.path.commonpath(sources))
+        shutil.copytree(package / top, folder / top)
+        for header in (folder / top).rglob("*.h"):
+            header.write_bytes(b"#pragma once\n" + header.read_bytes())
+    texts: dict[Path, list[str]] = {place: [] for place in joined}
+    for source in sources:
+        texts.get(Path(source).parent, []).append(f'#include "{Path(source).name}"\n')
+    for place, lines in texts.items():
+        (folder / place / "joined.cpp").write_text("".join(lines))
+    others = [source for source in sources if Path(source).parent not in joined]
+    return [*others, *(str(folder / place / "joined.cpp") for place in texts)]
 
-    build = cpp_extension._run_ninja_build
 
-    def build_with_headers(build_directory: str, verbose: bool, error_prefix: str) -> None:  # noqa: FBT001  # torch's
-        header = Path(build_directory, "shared.h")
-        compiled = compiled_header(Path(build_directory, "build.ninja"), header)
+def _load(builder: Any) -> None:  # noqa: ANN401  # DeepSpeed's
+    """Builds and loads an operator from joined sources, or from the sources as they are where that fails."""
+    separate = builder.sources
+    with tempfile.TemporaryDirectory(prefix=f"{builder.name}-") as folder:
+        builder.sources = lambda: joined_sources(separate(), Path(builder.deepspeed_src_path("")), Path(folder))
         try:
-            build(build_directory, verbose, error_prefix)
-        finally:
-            compiled.unlink(missing_ok=True)  # it has a quarter of a gigabyte
-
-    cpp_extension._run_ninja_build = build_with_headers
-
-
-def compiled_header(rules: Path, header: Path) -> Path:
-    """Where torch's headers are compiled by the flags of ninja's rules, which then use them; not for few sources."""
-    text, compiled = rules.read_text(), header.with_name(f"{header.name}.gch")
-    variables = dict(re.findall(r"^(cxx|cflags) = (.*)$", text, re.MULTILINE))
-    if text.count(": compile ") < _MIN_SOURCES or len(variables) < 2:
-        return compiled
-    header.write_text(_SHARED)
-    argv = shlex.split(f"{variables['cxx']} {variables['cflags']}")
-    argv += ["-x", "c++-header", str(header), "-o", str(compiled)]
-    if subprocess.run(argv, capture_output=True, check=False).returncode == 0:
-        include = shlex.quote(str(header)).replace("$", "$$")
-        rules.write_text(text.replace("\ncflags = ", f"\ncflags = -include {include} "))
-    return compiled
+            builder.load(verbose=True)
+        except RuntimeError as error:
+            sys.stdout.write(f"{error}\n")
+            builder.sources = separate
+            builder.load(verbose=True)
 
 
 def _imported(name: str, library: Path) -> ModuleType:
@@ -240,11 +238,10 @@ def build(name: str) -> None:
 
     read_processor_from_proc()
     omit_debug_symbols()
-    precompile_headers()
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
         raise RuntimeError(f"DeepSpeed has no {name} for {get_accelerator().device_name()}")
-    builder.load(verbose=True)
+    _load(builder)
     mark_loaded(Path(os.environ[FOLDER_VARIABLE]))
 
 
