@@ -6,7 +6,7 @@ of a start, also of a resumed one, and holds nothing afterwards. `train.check_fi
 A certain problem ends the run with exit code 4, as a difference between what was planned and what was built does
 (`engines.accelerator`): a run that learns something else is not worth its time, and nothing is lost before step 5. It
 is not restarted, as the same would happen again. What may have another reason is named once, and the run goes on; so is
-everything on a GPU, where these comparisons were not measured yet. Runs on several ranks are not compared yet.
+everything on a GPU, where these comparisons were not measured yet.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class FirstSteps:
     def __init__(self, session: Session, objective: Objective) -> None:
         plan, state = session.plan, session.state
         self._session: Session | None = None
-        if plan.job.train.check_first_steps and not plan.is_trial and plan.chosen.num_ranks == 1:
+        if plan.job.train.check_first_steps and not plan.is_trial:
             self._session = session
         self._objective = objective
         self._last = (state.resumed_from_step or 0) + NUM_STEPS
@@ -75,6 +75,8 @@ class FirstSteps:
         session = self._session
         if session is None:
             return
+        if not self._moving:  # an evaluation may have left weights gathered, under FSDP2 as other parameters
+            running_engine(session.model).release_gathered(session.model)
         inner = unwrapped(session.optimizer)
         watched = [] if updates_in_backward(session.optimizer) else update.watched_tensors(session.model, inner)
         self._before = [(each, update.read_elements(each, inner)) for each in watched]
