@@ -2,7 +2,7 @@
 
 The same small model is trained with `train.check_first_steps` on and off, alternating in one run. A row is a step,
 with what comes around it in the loop of a run. From step 5 on nothing is left of the comparison: the target is that
-such a step takes less than 1 % longer, which is about what two series of the same steps differ by (`off_again_ms`).
+such a step is less than 1 % longer, which is about what two series of the same steps differ by (`off_again_ms`).
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     rank_launch.py NUM_RANKS faulty_worker.py PLAN.json:FAULT [...]
 
-Beside each plan it writes `ended-RANK.json`: the last step, the lines on the first steps, and the error.
+Next to each plan it writes `ended-RANK.json`: the last step, the lines on the first steps, and the error.
 """
 
 import json
