@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from rank_process import attempt, end_group
+from rank_process import assert_as_planned, attempt, end_group
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -73,6 +73,7 @@ def run(plan: Plan, paths: RunPaths, *, last: int) -> None:
         )
     signal.alarm(0)
     assert ending is (Ending.FINISHED if last == plan.schedule.num_steps else Ending.STOPPED)
+    assert_as_planned(state)
     assert state.verified is not None
     codec.write(paths.plan_dir / f"engaged-{RANK}.json", state.verified)
     if RANK == 0:

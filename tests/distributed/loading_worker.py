@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from msgspec.structs import replace
-from rank_process import Peak, attempt, end_group
+from rank_process import Peak, assert_as_planned, attempt, end_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -51,7 +51,9 @@ def main(arguments: list[str]) -> None:
         paths = run_paths(path, started_at=datetime.now(UTC))
         if kind == "save":
             with attempt():
-                train(plan, paths, ReportWriter(paths, rank=RANK), RunState(), lambda: False)
+                state = RunState()
+                train(plan, paths, ReportWriter(paths, rank=RANK), state, lambda: False)
+            assert_as_planned(state)
         with attempt():
             look = {"start": look_at_start, "save": measure_saving}.get(kind)
             seen = measure_peak(path, plan, kind) if look is None else look(plan, paths)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
 from shardwise.trainer.runtime.loop.memory_profile import anonymous_bytes
+from shardwise.trainer.runtime.run.state import IncidentKind, RunState
 
 INTERVAL_S = 0.002
 
@@ -25,6 +26,11 @@ def attempt() -> Iterator[None]:
     GradientState._reset_state()
     os.environ.clear()
     os.environ.update(environment)
+
+
+def assert_as_planned(state: RunState) -> None:
+    """A run in order has no line on its first steps."""
+    assert state.log.texts_of(IncidentKind.FIRST_STEPS) == ()
 
 
 def end_group() -> None:

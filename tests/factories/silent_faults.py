@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from shardwise.trainer.runtime import loss
 from shardwise.trainer.runtime.data import batches, cache
@@ -273,6 +274,35 @@ def _no_momentum(optimizer: torch.optim.Optimizer, update: Callable[[], object])
     update()
 
 
+def _never_chosen(number: int) -> Fault:
+    """The router sends no token to one expert of each layer."""
+    own: Any = MixtralTopKRouter.forward
+
+    def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = own(self, hidden)[0]
+        others = logits.index_fill(1, torch.tensor([number]), -torch.inf)
+        scores, chosen = torch.topk(others.softmax(dim=-1), self.top_k, dim=-1)
+        return logits, scores / scores.sum(dim=-1, keepdim=True), chosen
+
+    return lambda: patch.object(MixtralTopKRouter, "forward", forward)
+
+
+def _without_gradient(number: int) -> Fault:
+    """The weights of one expert of each layer get no gradient."""
+
+    def change(optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
+        for each in _parameters(optimizer):
+            if each.ndim == 3 and each.grad is not None:
+                each.grad[number] = 0
+        update()
+
+    return lambda: _updates(change)
+
+
+OF_EXPERTS: dict[str, Fault] = {  # of a mixture
+    "dead expert": _never_chosen(1),
+    "expert without gradient": _without_gradient(1),
+}
 FAULTS: dict[str, Fault] = {
     "learning rate times ten": _scaled_rate(10),
     "learning rate divided by ten": _scaled_rate(0.1),

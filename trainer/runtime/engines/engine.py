@@ -105,6 +105,13 @@ class Engine(ABC):
     def release_gathered(self, model: nn.Module) -> None:
         """Frees the whole weights that a forward gathered for a backward, where none follows."""
 
+    def backward_leaf(self, model: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+        """The tensor that backward gives this rank's own gradient of a whole parameter, before the ranks share it.
+
+        None as long as there is none, before the first forward.
+        """
+        return parameter
+
     # Verification
 
     def offload_of(self, model: nn.Module) -> Offload:

@@ -90,6 +90,13 @@ class Fsdp(Engine):
         for module in _modules(model):
             module.reshard()
 
+    def backward_leaf(self, model: nn.Module, parameter: nn.Parameter) -> Tensor | None:
+        """The gathered parameter, which is one object from the first forward on."""
+        every = (each for group in _groups(_modules(model)) for each in group.fsdp_params)
+        return next(
+            (getattr(each, "_unsharded_param", None) for each in every if each.sharded_param is parameter), None
+        )
+
     def offload_of(self, model: nn.Module) -> Offload:
         is_moved = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _groups(_modules(model)))
         return Offload.OPTIMIZER_PARAMS if is_moved else Offload.NONE

@@ -7,7 +7,7 @@ and the ranks agree on one small tensor of flags.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,18 +89,23 @@ def without_gradient(adapters: Sequence[Adapter], flags: Sequence[bool], *, num_
     layers, experts = _missing(adapters, flags)
     lines = []
     if experts:
-        shown = [
-            f"layer {_layer(owner)}: experts {_ranges(idle)} of {count}"
-            for owner, (idle, count) in [*experts.items()][:_SHOWN]
-        ]
-        more = f"; and {len(experts) - _SHOWN} more layers" if len(experts) > _SHOWN else ""
-        lines.append(f"no token in {steps}, so no gradient for the adapters of {'; '.join(shown)}{more}")
+        lines.append(f"no token in {steps}, so no gradient for the adapters of {experts_by_layer(experts)}")
     if layers:
         more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
         lines.append(
             f"no gradient in {steps} for the adapters of {', '.join(layers[:_SHOWN])}{more}: they do not learn"
         )
     return lines
+
+
+def experts_by_layer(experts: Mapping[str, tuple[Sequence[int], int]]) -> str:
+    """`layer 0: experts 1-3 of 8; layer 1: ...`, of (numbers, how many there are) by the module that holds them."""
+    shown = [
+        f"layer {_layer(owner)}: experts {_ranges(numbers)} of {count}"
+        for owner, (numbers, count) in [*experts.items()][:_SHOWN]
+    ]
+    more = f"; and {len(experts) - _SHOWN} more layers" if len(experts) > _SHOWN else ""
+    return f"{'; '.join(shown)}{more}"
 
 
 def _missing(adapters: Sequence[Adapter], flags: Sequence[bool]) -> tuple[list[str], dict[str, tuple[list[int], int]]]:

@@ -146,6 +146,7 @@ class IncidentKind(StrEnum):
     NOT_SAVED = "not_saved"
     MORE_NOT_SAVED = "more_not_saved"
     AT_START = "at_start"  # shown with the first step
+    FIRST_STEPS = "first_steps"  # are not those of the plan
     OTHER = "other"
 
 

@@ -307,7 +307,7 @@ class TrainJob(Value, frozen=True, kw_only=True):
     ] = 0
     check_first_steps: Annotated[
         bool,
-        Setting("Compares rows, loss and update of the first steps on one rank with the plan; what differs is named."),
+        Setting("Compares rows, loss, gradient and update of the first steps with the plan; what differs is named."),
     ] = True
     neftune_alpha: Annotated[float | None, Setting("Noise on the embeddings (NEFTune).", number(above=0))] = None
     router_aux_loss: Annotated[

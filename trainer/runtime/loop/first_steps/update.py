@@ -54,9 +54,20 @@ class Rule(NamedTuple):
     @property
     def betas(self) -> tuple[float, float] | None:
         """The two betas; None where they are not compared."""
-        if self.optimizer in _ADAMW:
-            return BETAS
-        return LION_BETAS if self.optimizer is Optimizer.LION else None
+        return betas_of(self.optimizer)
+
+    @property
+    def first_beta(self) -> float:
+        """The share of its first moment that an update retains."""
+        assert self.betas is not None
+        return self.betas[1 if self.optimizer is Optimizer.LION else 0]
+
+
+def betas_of(optimizer: Optimizer) -> tuple[float, float] | None:
+    """The two betas of a rule whose updates are compared; None of another."""
+    if optimizer in _ADAMW:
+        return BETAS
+    return LION_BETAS if optimizer is Optimizer.LION else None
 
 
 class Elements(NamedTuple):
@@ -94,7 +105,7 @@ def watched_tensors(model: nn.Module, optimizer: TorchOptimizer) -> list[Watched
             for each in parameters
         ]
     held = [each for each in found if _local(each.tensor).numel()]
-    return _spread(held, MAX_TENSORS)
+    return spread(held, MAX_TENSORS)
 
 
 def read_elements(watched: Watched, optimizer: TorchOptimizer) -> Elements:
@@ -209,18 +220,12 @@ def moving_rows(model: nn.Module, method: Method) -> list[Moving]:
 
     To move are matrices that every token goes through. Those of routers and experts, and embeddings, may stay.
     """
-    engine, plain = running_engine(model), plain_model(model)
-    tables = {id(module.weight) for module in plain.modules() if isinstance(module, nn.Embedding)}
-    trained, frozen = [], []
-    for name, parameter in plain.named_parameters():
-        is_trained = not method.freezes_base or is_adapted([name])
-        if not is_trained:
-            frozen.append((name, parameter))
-        elif id(parameter) not in tables and _is_sure_to_move(name, parameter):
-            trained.append((name, parameter))
+    engine = running_engine(model)
+    trained = [each for each in matrices_for_every_token(model) if _is_trained(each[0], method)]
+    frozen = [each for each in plain_model(model).named_parameters() if not _is_trained(each[0], method)]
     chosen = [
-        *((each, True) for each in _spread(trained, MAX_MOVED)),
-        *((e, False) for e in _spread(frozen, MAX_MOVED)),
+        *((each, True) for each in spread(trained, MAX_MOVED)),
+        *((each, False) for each in spread(frozen, MAX_MOVED)),
     ]
     return [
         Moving(name, parameter, _first_rows(engine.held_rows(parameter)), is_trained)
@@ -251,10 +256,26 @@ def movement_problems(
     return found
 
 
-def _is_sure_to_move(name: str, parameter: nn.Parameter) -> bool:
-    """True for a matrix that is no part of a router or an expert."""
-    num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
-    return num_dims == 2 and not any(part in name for part in ("expert", "gate.", "router"))
+def matrices_for_every_token(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Matrices that every token goes through: those of embeddings, routers and experts are none of them."""
+    plain = plain_model(model)
+    tables = {id(module.weight) for module in plain.modules() if isinstance(module, nn.Embedding)}
+    return [
+        (name, parameter)
+        for name, parameter in plain.named_parameters()
+        if id(parameter) not in tables
+        and len(getattr(parameter, "ds_shape", parameter.shape)) == 2
+        and not any(part in name for part in ("expert", "gate.", "router"))
+    ]
+
+
+def spread(items: list[Any], most: int) -> list[Any]:
+    """At most so many items, from beginning to end."""
+    return items if len(items) <= most else [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
+
+
+def _is_trained(name: str, method: Method) -> bool:
+    return not method.freezes_base or is_adapted([name])
 
 
 def _can_move(rows: Tensor, distance: float) -> bool:
@@ -302,12 +323,11 @@ def _expected(movement: Movement, rule: Rule) -> Tensor | None:
 
 def _gradient(movement: Movement, rule: Rule) -> Tensor | None:
     """The gradient that the first moments before and after an update give."""
-    after, betas = movement.after.first, rule.betas
-    if after is None or betas is None or movement.watched.group == MATRICES:
+    after = movement.after.first
+    if after is None or rule.betas is None or movement.watched.group == MATRICES:
         return None
-    beta = betas[1] if rule.optimizer is Optimizer.LION else betas[0]
     before = torch.zeros_like(after) if movement.before.first is None else movement.before.first
-    return (after - beta * before) / (1 - beta)
+    return (after - rule.first_beta * before) / (1 - rule.first_beta)
 
 
 def _clear(movement: Movement, gradient: Tensor) -> Tensor:
@@ -342,8 +362,3 @@ def _taken(tensor: Tensor) -> Tensor:
 def _first_rows(held: Tensor) -> Tensor:
     """A copy of the first elements of what a rank holds."""
     return held.reshape(-1)[:MAX_ELEMENTS].clone()
-
-
-def _spread(items: list[Any], most: int) -> list[Any]:
-    """At most so many items, from beginning to end."""
-    return items if len(items) <= most else [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
