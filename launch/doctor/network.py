@@ -61,7 +61,9 @@ def check_interfaces(machine: Machine) -> Iterator[Finding]:
     root = machine.place.root
     names = sorted(folder.name for folder in root.glob("sys/class/net/*") if folder.is_dir())
     found = []
-    problem = loopback_problem(limit_s=machine.place.server_timeout_s)  # /sys may show the interfaces of a container's host
+    problem = loopback_problem(
+        limit_s=machine.place.server_timeout_s
+    )  # /sys may show the interfaces of a container's host
     if names and ("lo" not in names or read_text(root / "sys/class/net/lo/operstate").strip() == "down"):
         problem = LOOPBACK_DOWN
     if problem is not None:

@@ -77,7 +77,13 @@ _PROGRAMS = Path(sys.executable).parent  # not resolved: the link in a virtual e
 def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str, node_rank: int = 0) -> list[str]:
     """The argv that starts every rank of this machine from the files of the attempt; `python` has the libraries."""
     folder = attempt_dir.absolute()
-    argv = [python, "-m", "shardwise.trainer.runtime.run.launcher", "--config_file", str(accelerate_file(folder, node_rank))]
+    argv = [
+        python,
+        "-m",
+        "shardwise.trainer.runtime.run.launcher",
+        "--config_file",
+        str(accelerate_file(folder, node_rank)),
+    ]
     argv += ["-m", "shardwise.trainer", str(folder / "plan.json")]
     return argv if log_dir is None else [*argv, "--log-dir", str(log_dir.absolute())]
 

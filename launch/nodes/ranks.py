@@ -19,7 +19,17 @@ from typing import NamedTuple
 from shardwise.launch.attempt.end import rank_reports
 from shardwise.launch.attempt.supervisor import DUMP_S, StopRequest
 from shardwise.launch.attempt.watchdog import CallStack
-from shardwise.launch.nodes.channel import Command, Ended, Listening, NodeServer, Order, Stacks, Start, StopRequested, head_address
+from shardwise.launch.nodes.channel import (
+    Command,
+    Ended,
+    Listening,
+    NodeServer,
+    Order,
+    Stacks,
+    Start,
+    StopRequested,
+    head_address,
+)
 from shardwise.launch.rundir.process_record import ProcessRecord
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.report import Ending

@@ -43,7 +43,10 @@ def test_a_rank_that_comes_late_is_waited_for_longer_than_a_connection_may_last(
 
 @pytest.mark.parametrize(
     ("towards_head", "remedy"),
-    [("127.0.0.1", "on n1: sudo iptables -I INPUT -p tcp -s 127.0.0.1 -j ACCEPT"), ("10.0.0.1", "unset GLOO_SOCKET_IFNAME")],
+    [
+        ("127.0.0.1", "on n1: sudo iptables -I INPUT -p tcp -s 127.0.0.1 -j ACCEPT"),
+        ("10.0.0.1", "unset GLOO_SOCKET_IFNAME"),
+    ],
 )
 def test_a_rank_that_drops_packets_is_named_with_address_port_and_remedy(towards_head: str, remedy: str):
     store = HashStore()

@@ -19,13 +19,17 @@ _BACKLOG = 4096  # ranks that connect at one moment; the kernel takes net.core.s
 
 
 def store_at_address(
-    host: str, port: int, world_size: int, is_master: bool, timeout: timedelta, *, multi_tenant: bool  # noqa: FBT001  # as torchrun calls it
+    host: str,
+    port: int,
+    world_size: int,
+    is_master: bool,  # noqa: FBT001  # as torchrun calls it
+    timeout: timedelta,
+    *,
+    multi_tenant: bool,
 ) -> TCPStore:
     """A `TCPStore` that listens, if it is the master, at the address of `host` alone."""
     listener = socket.create_server((host, port), backlog=_BACKLOG).detach() if is_master else None
-    return TCPStore(
-        host, port, world_size, is_master, timeout, multi_tenant=multi_tenant, master_listen_fd=listener
-    )
+    return TCPStore(host, port, world_size, is_master, timeout, multi_tenant=multi_tenant, master_listen_fd=listener)
 
 
 def main() -> None:

@@ -53,7 +53,9 @@ def meet(store: Store, environment: Mapping[str, str], *, towards_head: str | No
                     f"rank {rank} on {name}", f"rank {peer} on {host}", address=address, port=int(port), problem=problem
                 )
                 is_other_way = own != towards_head
-                raise EnvironmentFaultError(f"{line}\n{_OTHER_WAY if is_other_way else open_firewall(host, own_address=own)}")
+                raise EnvironmentFaultError(
+                    f"{line}\n{_OTHER_WAY if is_other_way else open_firewall(host, own_address=own)}"
+                )
         if store.add("done", 1) == world_size:
             store.set("all", "")
         store.wait(["all"])  # others may have yet to connect to this port
