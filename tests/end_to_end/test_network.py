@@ -50,6 +50,7 @@ def two_ranks(folder: Path, sharding: Sharding, num_steps: int = 20) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.cold  # the processes below the launcher are looked at
 @pytest.mark.parametrize("sharding", [Sharding.DDP, Sharding.FSDP, Sharding.ZERO2])
 def test_two_ranks_of_one_machine_listen_on_its_loopback_alone(tmp_path: Path, sharding: Sharding):
     is_over, seen = threading.Event(), set[str]()
