@@ -54,6 +54,7 @@ from shardwise.launch.rundir.process_record import (
 from shardwise.launch.worker import ending_with_this_process
 from shardwise.trainer.spec.codec import write_bytes
 from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.network import loopback_problem
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
 from shardwise.trainer.spec.secrets import RedactedStream, names_secret, redact
@@ -292,6 +293,7 @@ def started_ranks(
     remove_stale_locks(extensions_dir, on_progress=on_progress)  # an earlier rank may have left one
     copy_staged(plan.staged, on_progress=on_progress)
     check_nvme(plan)
+    check_loopback(plan, ranks or range(plan.chosen.num_ranks))
     variables = launch_environment(environment, plan, extensions_dir=extensions_dir, cores=num_cores or 1)
     argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable, node_rank=node_rank)
     with held_folder(nvme_folder(plan, attempt_dir.parent.parent, int(attempt_dir.name))):
@@ -302,6 +304,21 @@ def started_ranks(
             node_rank=node_rank,
             ranks=ranks,
         )
+
+
+def check_loopback(plan: Plan, ranks: range) -> None:
+    """EnvironmentFaultError if `ranks`, those of this machine, meet through torchrun and its loopback does not work.
+
+    Connections to the machine's own address pass through the loopback, too.
+    """
+    sharding = plan.chosen.strategy.sharding
+    if plan.chosen.num_ranks == 1 and not sharding.uses_fsdp and not sharding.uses_deepspeed:
+        return  # Accelerate starts the rank as its child
+    found = loopback_problem()
+    if found is not None:
+        each_other = f"ranks {ranks.start} to {ranks.stop - 1} cannot reach each other"
+        names = each_other if len(ranks) > 1 else f"rank {ranks.start} cannot reach its launcher"
+        raise EnvironmentFaultError(f"{names} at {found.place}: {found.problem}\n{found.remedy}")
 
 
 def write_environment(attempt_dir: Path, environment: Mapping[str, str], *, node_rank: int = 0) -> None:

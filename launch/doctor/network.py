@@ -20,6 +20,7 @@ from shardwise.launch.probe.program import run_program
 from shardwise.slurm.jobs import is_login_node
 from shardwise.slurm.queries import run_slurm
 from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.network import LOOPBACK_DOWN, loopback_problem
 from shardwise.trainer.spec.secrets import redact
 
 SLOW_NAME_S = 2.0
@@ -56,14 +57,20 @@ def check_hostname(machine: Machine) -> Iterator[Finding]:
 
 
 def check_interfaces(machine: Machine) -> Iterator[Finding]:
-    """The loopback is up, and the interfaces that variables name exist."""
+    """The loopback connects, and the interfaces that variables name exist."""
     root = machine.place.root
     names = sorted(folder.name for folder in root.glob("sys/class/net/*") if folder.is_dir())
-    if not names:
-        return
     found = []
-    if "lo" not in names or read_text(root / "sys/class/net/lo/operstate").strip() == "down":
-        found.append(fault("the loopback interface is down: ranks of one machine meet there", "sudo ip link set lo up"))
+    problem = loopback_problem(
+        limit_s=machine.place.server_timeout_s
+    )  # /sys may show the interfaces of a container's host
+    if names and ("lo" not in names or read_text(root / "sys/class/net/lo/operstate").strip() == "down"):
+        problem = LOOPBACK_DOWN
+    if problem is not None:
+        text = f"{problem.problem} ({problem.place}): ranks of one machine meet there"
+        found.append(fault(text, problem.remedy))
+    elif not names:
+        return
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         setting = machine.environment.get(variable)
         if setting and not _names_any(setting, names, is_prefix=variable.startswith("NCCL")):

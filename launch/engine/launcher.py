@@ -48,6 +48,7 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import without_url
 from shardwise.trainer.spec.messages.rank_files import REPORT_ROOM_BYTES, SUPERVISED, report_room_path
+from shardwise.trainer.spec.network import LOOPBACK_NAME
 from shardwise.trainer.spec.plan import Buckets, Candidate, Plan
 from shardwise.trainer.spec.strategy import Precision
 
@@ -69,13 +70,20 @@ _STALE_NAMES = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", "FORK_LAUNCHED", "MPI_LOCALNRANKS", "MPI_LOCALRANKID",
 })  # fmt: skip
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _PROGRAMS = Path(sys.executable).parent  # not resolved: the link in a virtual environment counts
 
 
 def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str, node_rank: int = 0) -> list[str]:
     """The argv that starts every rank of this machine from the files of the attempt; `python` has the libraries."""
     folder = attempt_dir.absolute()
-    argv = [python, "-m", "accelerate.commands.launch", "--config_file", str(accelerate_file(folder, node_rank))]
+    argv = [
+        python,
+        "-m",
+        "shardwise.trainer.runtime.run.launcher",
+        "--config_file",
+        str(accelerate_file(folder, node_rank)),
+    ]
     argv += ["-m", "shardwise.trainer", str(folder / "plan.json")]
     return argv if log_dir is None else [*argv, "--log-dir", str(log_dir.absolute())]
 
@@ -94,6 +102,8 @@ def launch_environment(base: Mapping[str, str], plan: Plan, *, extensions_dir: P
         SUPERVISED: "1",
         "PET_SIGNALS_TO_HANDLE": "SIGQUIT",  # torchrun would end its ranks at a TERM; they save and end themselves
     }
+    if plan.num_machines == 1:
+        ours[GLOO_INTERFACE] = inherited.get(GLOO_INTERFACE, LOOPBACK_NAME)  # no port is open to the network
     if plan.chosen.flash_kernel is not None:
         ours["HF_HUB_OFFLINE"] = "1"  # it is in the cache; no rank connects to the hub
     return inherited | ours | (_cuda(inherited, plan) if plan.device_kind is DeviceKind.CUDA else {})

@@ -21,7 +21,7 @@ import msgspec
 import yaml
 
 from shardwise.launch.attempt.supervisor import LocalRanks, StopKind, StopRequest, started_ranks
-from shardwise.launch.engine.launcher import accelerate_config, accelerate_file
+from shardwise.launch.engine.launcher import GLOO_INTERFACE, accelerate_config, accelerate_file
 from shardwise.launch.engine.operators import build_needed
 from shardwise.launch.inputs.trusted_code import fetch_flash_kernel
 from shardwise.launch.nodes.channel import (
@@ -31,6 +31,7 @@ from shardwise.launch.nodes.channel import (
     Ended,
     FromSupervisor,
     Hello,
+    Listening,
     NodesFile,
     Note,
     Order,
@@ -45,15 +46,17 @@ from shardwise.launch.terminal import Console
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.network import REACH_S, address_towards, connection_problem, open_firewall, unreachable
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import redacted_output
 
 POLL_S = 0.1
 CONNECT_S = 90.0  # a file of another machine: NFS refreshes a folder after a minute at most
 RETRY_S = 1.0
+HEAD_TRY_S = 0.2  # to connect to the launcher of rank 0, on the machine that it runs on
 _INTERFACE_SETTINGS = {
-    DeviceKind.CPU: ("GLOO_SOCKET_IFNAME",),
-    DeviceKind.CUDA: ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+    DeviceKind.CPU: (GLOO_INTERFACE,),
+    DeviceKind.CUDA: ("NCCL_SOCKET_IFNAME", GLOO_INTERFACE),
 }
 
 
@@ -104,7 +107,8 @@ class _Agent:
         self._stop = stop
         self._environment = environment
         self._attempt: NodeAttempt | None = None
-        self._is_stopping = self._has_sent_stop = False
+        self._start_message: Start | None = None
+        self._is_stopping = self._has_sent_stop = self._is_listening = False
 
     def run(self) -> Bye:
         while True:
@@ -126,7 +130,8 @@ class _Agent:
             attempt.end()
 
     def _start(self, start: Start) -> None:
-        self._is_stopping = False
+        self._is_stopping = self._is_listening = False
+        self._start_message = start
         try:
             self._attempt = start_on_node(
                 start,
@@ -147,8 +152,31 @@ class _Agent:
             self._is_stopping = True
         elif order is Order.DUMP_STACKS:
             self._channel.send(Stacks(stacks={} if self._attempt is None else self._attempt.ranks.dump_stacks()))
+        elif order is Order.TRY_HEAD:
+            self._try_head()
         elif self._attempt is not None:
             self._report_end(None)
+
+    def _try_head(self) -> None:
+        """Ends the attempt if this machine cannot connect to the launcher of rank 0, which accepts connections."""
+        start, attempt = self._start_message, self._attempt
+        if start is None or attempt is None:
+            return
+        refusal = head_refusal(start, attempt.local_ranks, is_over=lambda: not self._channel.is_open)
+        if refusal is not None:
+            self.end_attempt()
+            code = int(ExitCode.ENVIRONMENT)
+            self._channel.send(Ended(attempt_dir=start.attempt_dir, refusal=refusal, exit_code=code))
+
+    def _note_listening(self) -> None:
+        """Reports once, on the machine of rank 0, that its launcher accepts connections."""
+        start = self._start_message
+        if self._node_rank or self._is_listening or start is None:
+            return
+        with contextlib.suppress(OSError):
+            socket.create_connection((start.head, start.port), timeout=HEAD_TRY_S).close()
+            self._is_listening = True
+            self._channel.send(Listening(attempt_dir=start.attempt_dir))
 
     def _poll(self) -> None:
         """Forwards a stop request of this machine and the end of its launcher."""
@@ -160,6 +188,7 @@ class _Agent:
                 self._channel.send(StopRequested(signal_number=number))
         if self._attempt is None:
             return
+        self._note_listening()
         return_code = self._attempt.ranks.poll()
         if return_code is not None:
             self._report_end(return_code)
@@ -239,6 +268,19 @@ def start_on_node(
         return NodeAttempt(started, stack.pop_all(), attempt_dir, ranks)
 
 
+def head_refusal(
+    start: Start, ranks: range, *, limit_s: float = REACH_S, is_over: Callable[[], bool] = lambda: False
+) -> str | None:
+    """Why `ranks`, those of this machine, cannot connect to the launcher of rank 0, which listens; None if they can."""
+    problem = connection_problem(start.head, start.port, limit_s=limit_s, is_over=is_over)
+    if problem is None:
+        return None
+    who = f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start} to {ranks.stop - 1}"
+    line = unreachable(who, "rank 0", address=start.head, port=start.port, problem=problem)
+    own_address = address_towards(start.head, start.port)
+    return f"{line}\n{open_firewall('the machine of rank 0', own_address=own_address)}"
+
+
 def _interface_settings(environment: Mapping[str, str], start: Start, device_kind: DeviceKind) -> dict[str, str]:
     """The interface on the way to rank 0, for gloo and for NCCL's first contact; the user's own settings stay.
 
@@ -246,9 +288,8 @@ def _interface_settings(environment: Mapping[str, str], start: Start, device_kin
     container engine.
     """
     settings = _INTERFACE_SETTINGS[device_kind]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # nothing is sent
-        route.connect((start.head, start.port))
-        name = interface_of(route.getsockname()[0])
+    address = address_towards(start.head, start.port)
+    name = None if address is None else interface_of(address)
     own = {setting: environment[setting] for setting in settings if setting in environment}
     return own if name in (None, "lo") else {setting: str(name) for setting in settings} | own
 

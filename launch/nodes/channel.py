@@ -88,6 +88,12 @@ class Ended(Value, frozen=True, kw_only=True, tag="ended"):
     exit_code: int = 0  # of the refusal
 
 
+class Listening(Value, frozen=True, kw_only=True, tag="listening"):
+    """The launcher of rank 0 accepts connections."""
+
+    attempt_dir: str  # as in Start
+
+
 class StopRequested(Value, frozen=True, kw_only=True, tag="stop_requested"):
     """This machine received a stop request."""
 
@@ -108,6 +114,7 @@ class Order(StrEnum):
 
     STOP = "stop"  # with a checkpoint
     DUMP_STACKS = "dump_stacks"
+    TRY_HEAD = "try_head"  # the launcher of rank 0 accepts connections: see that this machine gets one
     END = "end"  # now; more attempts may follow
 
 
@@ -124,7 +131,7 @@ class Bye(Value, frozen=True, kw_only=True, tag="bye"):
     text: str = ""
 
 
-FromAgent = Token | Hello | Note | Stacks | Ended | StopRequested
+FromAgent = Token | Hello | Note | Stacks | Listening | Ended | StopRequested
 FromSupervisor = Start | Command | Bye
 
 

@@ -19,7 +19,17 @@ from typing import NamedTuple
 from shardwise.launch.attempt.end import rank_reports
 from shardwise.launch.attempt.supervisor import DUMP_S, StopRequest
 from shardwise.launch.attempt.watchdog import CallStack
-from shardwise.launch.nodes.channel import Command, Ended, NodeServer, Order, Stacks, Start, StopRequested, head_address
+from shardwise.launch.nodes.channel import (
+    Command,
+    Ended,
+    Listening,
+    NodeServer,
+    Order,
+    Stacks,
+    Start,
+    StopRequested,
+    head_address,
+)
 from shardwise.launch.rundir.process_record import ProcessRecord
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from shardwise.trainer.spec.report import Ending
@@ -192,6 +202,8 @@ class ClusterRanks:
                     self._ended[node.rank] = message
                 elif not self._is_over:
                     raise _as_error(f"{node.hello.host}: {message.refusal}", message.exit_code)
+            elif isinstance(message, Listening) and message.attempt_dir == str(self._attempt_dir):
+                self._server.send(Command(order=Order.TRY_HEAD))
             elif isinstance(message, Stacks):
                 self._stacks[node.rank] = message.stacks
             elif isinstance(message, StopRequested) and self._stop.kind is None:

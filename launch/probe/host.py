@@ -13,20 +13,18 @@ demand: the free memory of a group is its limit less its use without the file ca
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import resource
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from shardwise.trainer.spec.hardware import Disk, Host, NetworkInterface, SlurmEnvironment
+from shardwise.trainer.spec.network import interface_address
 from shardwise.trainer.spec.units import KIB, MIB
 from shardwise.trainer.spec.value import Value
 
-_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _SLURM_CONFIGURATIONS = ("etc/slurm/slurm.conf", "etc/slurm-llnl/slurm.conf", "run/slurm/conf/slurm.conf")
 _INFINIBAND_TYPE = "32"  # ARPHRD_INFINIBAND of linux/if_arp.h
 # CPU flags that decide a precision, oldest first.
@@ -188,21 +186,6 @@ def _read_infiniband(root: Path) -> list[NetworkInterface]:
             name = f"{folder.parent.parent.name}:{folder.name}"
             ports.append(NetworkInterface(name=name, address=None, speed_bytes_per_s=rate))
     return ports
-
-
-def interface_address(name: str) -> str | None:
-    """The IPv4 address of an interface."""
-    import _socket  # the part of `socket` in C: the rest, its enumerations, costs every start five milliseconds
-
-    request = struct.pack("256s", name.encode()[:15])
-    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
-    try:
-        reply = fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)
-    except OSError:
-        return None
-    finally:
-        probe.close()
-    return _socket.inet_ntoa(reply[20:24])
 
 
 def interface_of(address: str) -> str | None:

@@ -3,6 +3,7 @@
 The machines are those of the tests' cluster, whose Slurm is not asked.
 """
 
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -93,3 +94,50 @@ def test_two_machines_train_one_run_through_a_stop_and_the_loss_of_one(machines:
     assert losses(machines.run_dir) == pytest.approx(losses(alone.only_run()), abs=1e-5)
     assert sorted(read_metrics(machines.run_dir)) == list(range(1, STEPS + 1))
     assert not (machines.run_dir / ".nodes.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_an_interface_that_leads_nowhere_ends_the_run_on_both_machines_with_rank_address_and_remedy(machines: Machines):
+    """As of an InfiniBand without a cable: each machine has the interface, and its packets do not arrive."""
+    cluster, environment = machines.cluster, machines.place.environment
+    environment["GLOO_SOCKET_IFNAME"] = "ib0"
+    adding = (
+        "ip link add ib0 type veth peer name ib1; ip addr add {}/24 dev ib0; ip link set ib0 up; ip link set ib1 up"
+    )
+    for node, address in (("n1", "10.99.0.1"), ("n2", "10.99.0.2")):
+        cluster.run(*cluster.on_node(node, "sh", "-c", adding.format(address)))
+    try:
+        for rank in (0, 1):
+            machines.start(rank)
+        report = machines.wait(4)
+    finally:
+        for node in ("n1", "n2"):
+            cluster.run(*cluster.on_node(node, "ip", "link", "delete", "ib0"))
+    assert report.ending is Ending.FAILED and report.attempts == 1
+    lines = (report.error or "").splitlines()
+    assert re.fullmatch(
+        r"rank (0 on n1|1 on n2) cannot reach rank (1 on n2|0 on n1) at 10\.99\.0\.[12] port \d+: .*", lines[0]
+    )
+    assert "unset GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME" in lines[1]
+    assert lines[0] in machines.told()
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_a_machine_that_cannot_connect_to_the_launcher_of_rank_0_ends_the_run_on_both(machines: Machines):
+    """As by a firewall that lets the supervisor's port 29400 through and no higher ones."""
+    cluster = machines.cluster
+    rule = ("ipproto", "tcp", "dport", "30000-65534", "unreachable")
+    cluster.run(*cluster.on_node("n2", "ip", "rule", "add", *rule))
+    try:
+        for rank in (0, 1):
+            machines.start(rank)
+        codes = [machines.running.pop(rank).wait(LIMIT_S) for rank in (0, 1)]
+    finally:
+        cluster.run(*cluster.on_node("n2", "ip", "rule", "delete", *rule))
+    printed = machines.told()
+    assert codes == [4, 4], printed
+    assert re.search(r"n2: rank 1 cannot reach rank 0 at [\d.]+ port \d+: Network is unreachable$", printed, re.MULTILINE)
+    assert "sudo iptables -I INPUT -p tcp -s " in printed
+    assert [path.name for path in (machines.run_dir / "attempts").iterdir()] == ["1"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from engine_plan_factory import engine_plan
+from network_factory import needs_own_network, without_loopback
 from report_factory import make_report
 
 from shardwise.launch.attempt import supervisor as supervision
@@ -21,6 +22,7 @@ from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
 from shardwise.launch.rundir.process_record import ProcessRecord, read_records, record_of, write_record
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.report import Ending, Fault, Report
 
@@ -270,3 +272,26 @@ def test_a_supervisor_whose_output_is_not_read_ends_at_term():
             time.sleep(0.3)
         process.terminate()
         assert process.wait(timeout=60) == 75
+
+
+@needs_own_network
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "names"),
+    [
+        (Sharding.DDP, range(2), "ranks 0 to 1 cannot reach each other"),
+        (Sharding.FSDP, range(6, 8), "ranks 6 to 7 cannot reach each other"),
+        (Sharding.ZERO3, range(1), "rank 0 cannot reach its launcher"),
+        (Sharding.NONE, range(1), None),
+    ],
+)
+def test_a_loopback_that_is_down_is_named_before_the_ranks_start(sharding: Sharding, ranks: range, names: str | None):
+    plan = engine_plan(sharding, num_ranks=ranks.stop)
+    supervision.check_loopback(plan, ranks)
+    if names is None:
+        without_loopback(lambda: supervision.check_loopback(plan, ranks))
+        return
+    with pytest.raises(EnvironmentFaultError) as raised:
+        without_loopback(lambda: supervision.check_loopback(plan, ranks))
+    first, remedy = str(raised.value).splitlines()
+    assert first.startswith(names) and "127.0.0.1" in first
+    assert remedy == "sudo ip link set lo up"

@@ -7,6 +7,7 @@ import pytest
 from doctor_factory import BrokenMachine, assert_reported, reported
 from http_answers import answering
 from hub_server import Hub, login, serving
+from network_factory import needs_own_network, without_loopback
 from werkzeug.wrappers import Request, Response
 
 from shardwise.launch.doctor.finding import Level, diagnosis_of
@@ -48,6 +49,15 @@ def test_a_name_or_an_interface_that_is_down_or_not_there(broken):
     for setting in ("eth", "=eth0", "^docker"):
         broken.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": setting}
         assert_reported(broken.diagnose("interfaces"), Level.FAULT)
+
+
+@needs_own_network
+def test_a_loopback_that_is_down_is_a_fault_also_where_the_kernel_shows_another_network(broken):
+    broken.write("sys/class/net/lo/operstate", "unknown\n")
+    assert_reported(broken.diagnose("interfaces"), Level.FAULT)
+    without_loopback(
+        lambda: assert_reported(broken.diagnose("interfaces"), Level.FAULT, ("127.0.0.1", "sudo ip link set lo up"))
+    )
 
 
 def test_a_proxy_that_does_not_respond_is_a_warning(broken, closed_port):

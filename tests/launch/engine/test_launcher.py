@@ -241,6 +241,15 @@ def test_settings_of_another_launcher_do_not_leak_and_everything_else_passes_unt
     assert environment(theirs, plan).items() >= theirs.items()
 
 
+def test_ranks_of_one_machine_open_no_port_to_the_network_unless_the_user_selects_an_interface():
+    """gloo listens on the interface of the machine's own name by default."""
+    name = "GLOO_SOCKET_IFNAME"
+    two = engine_plan(Sharding.DDP, num_ranks=2)
+    assert environment({}, two)[name] == environment({}, cuda_plan())[name] == "lo"
+    assert environment({name: "eth0"}, two)[name] == "eth0"
+    assert name not in environment({}, cluster(Sharding.DDP)), "each machine selects its own"
+
+
 @pytest.mark.parametrize(("cores", "num_ranks", "expected"), [(8, 1, "8"), (9, 4, "2"), (2, 4, "1")])
 def test_ranks_share_the_cores_and_none_goes_without(cores: int, num_ranks: int, expected: str):
     plan = engine_plan(Sharding.DDP, num_ranks=num_ranks)
@@ -306,6 +315,7 @@ def test_deepspeed_gets_the_file_beside_and_no_setting_that_accelerate_refuses_t
 def test_the_command_runs_accelerate_on_the_files_of_the_attempt():
     argv = launch_command(Path("/r/attempts/1"), log_dir=Path("/r/logs"), python="/venv/bin/python")
     assert argv == [
-        "/venv/bin/python", "-m", "accelerate.commands.launch", "--config_file", "/r/attempts/1/accelerate.yaml",
+        "/venv/bin/python", "-m", "shardwise.trainer.runtime.run.launcher",
+        "--config_file", "/r/attempts/1/accelerate.yaml",
         "-m", "shardwise.trainer", "/r/attempts/1/plan.json", "--log-dir", "/r/logs",
     ]  # fmt: skip

@@ -8,11 +8,25 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from network_factory import port_that_drops
 
 from shardwise.launch.attempt.supervisor import StopRequest
-from shardwise.launch.nodes.channel import Channel, Ended, FromAgent, FromSupervisor, Hello, Node, NodeServer
+from shardwise.launch.nodes.agent import head_refusal
+from shardwise.launch.nodes.channel import (
+    Channel,
+    Command,
+    Ended,
+    FromAgent,
+    FromSupervisor,
+    Hello,
+    Listening,
+    Node,
+    NodeServer,
+    Order,
+    Start,
+)
 from shardwise.launch.nodes.ranks import Cluster, ClusterRanks, Step
-from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 
 SLURM = "slurmstepd-n1: error: *** STEP 1.1 ON n1 CANCELLED DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"
 REFUSED = "n2: n1 port 9 cannot be reached: Connection refused\nsrun: error: n2: task 1: Exited with exit code 4"
@@ -64,4 +78,34 @@ def test_the_end_of_an_attempt_is_not_that_of_the_next(tmp_path):
         agent.send(Ended(attempt_dir=str(tmp_path / "2"), return_code=7))
         assert ranks.poll() == 7
         ranks.end()
+    agent.close()
+
+
+def test_every_machine_tries_the_launcher_of_rank_0_once_it_listens_and_one_that_cannot_connect_ends_the_run(tmp_path):
+    here, there = socket.socketpair()
+    agent, hello = Channel(there, FromSupervisor), Hello(node_rank=0, host="n0", address="127.0.0.1")
+    with NodeServer(tmp_path, num_nodes=1, on_line=print) as server, port_that_drops() as (address, port):
+        server.nodes[0] = Node(hello, Channel(here, FromAgent), "127.0.0.1")
+
+        def start_step(attempt_dir: Path) -> Step:
+            return Step(["true"], environment=os.environ, log=attempt_dir / "logs" / "agents.log")
+
+        cluster = Cluster(server, start_step, is_slurm=False, cache=tmp_path, on_line=print)
+        ranks = ClusterRanks(cluster, attempt_dir=tmp_path / "2", stop=StopRequest())
+        (start,) = agent.receive(60)
+        assert isinstance(start, Start)
+        agent.send(Listening(attempt_dir=str(tmp_path / "1")))  # late, of the attempt before
+        assert ranks.poll() is None and agent.receive(0.1) == []
+        agent.send(Listening(attempt_dir=start.attempt_dir))
+        assert ranks.poll() is None and agent.receive(60) == [Command(order=Order.TRY_HEAD)]
+        dropped = Start(attempt_dir=start.attempt_dir, head=address, port=port, cache=start.cache)
+        refusal = head_refusal(dropped, range(8, 16), limit_s=0.4)
+        assert refusal is not None
+        agent.send(Ended(attempt_dir=start.attempt_dir, refusal=refusal, exit_code=int(ExitCode.ENVIRONMENT)))
+        match = f"n0: ranks 8 to 15 cannot reach rank 0 at {address} port {port}: timed out\n.*sudo iptables"
+        with pytest.raises(EnvironmentFaultError, match=match):
+            ranks.poll()
+        ranks.end()
+        open_port = Start(attempt_dir=start.attempt_dir, head="127.0.0.1", port=server.port, cache=start.cache)
+        assert head_refusal(open_port, range(8, 16), limit_s=60) is None
     agent.close()

@@ -7,6 +7,7 @@ from captured_machine import Machine, captured, lay_out
 
 from shardwise.launch.probe import host as probe
 from shardwise.trainer.spec.hardware import SlurmEnvironment
+from shardwise.trainer.spec.network import interface_address
 from shardwise.trainer.spec.units import GIB, KIB, MIB
 
 V2_MOUNT = "29 22 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -277,8 +278,8 @@ def test_a_machine_without_kernel_files_has_unknown_figures_and_this_one_is_read
     here = probe.read_host()
     assert here.ram_bytes is not None and here.ram_available_bytes is not None and here.num_cores is not None
     assert 0 < here.ram_available_bytes <= here.ram_bytes and 1 <= here.num_cores <= len(os.sched_getaffinity(0))
-    assert probe.interface_address("lo") == "127.0.0.1" and probe.interface_of("127.0.0.1") == "lo"
-    assert probe.interface_address("nosuch0") is probe.interface_of("192.0.2.1") is None
+    assert interface_address("lo") == "127.0.0.1" and probe.interface_of("127.0.0.1") == "lo"
+    assert interface_address("nosuch0") is probe.interface_of("192.0.2.1") is None
 
 
 def test_disks_have_their_space_and_kind(tmp_path):

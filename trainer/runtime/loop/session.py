@@ -40,6 +40,7 @@ from shardwise.trainer.runtime.models.meta_model import MetaModel, blank
 from shardwise.trainer.runtime.optimizers import build_optimizer, check_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, install_precision
 from shardwise.trainer.runtime.run.extension import Hooks, load_hooks
+from shardwise.trainer.runtime.run.reach import check_reach
 from shardwise.trainer.runtime.run.state import IncidentKind, ReportWriter, RunPaths, RunState, installed_versions
 from shardwise.trainer.spec.data.shapes import packing_note
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -85,6 +86,7 @@ class Session:
 def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState) -> Session:
     """Builds the engine, the model and the optimizer, checks that they are the planned ones, and resumes."""
     writer.write_status("starting the engine")
+    check_reach()
     sharding = plan.chosen.strategy.sharding
     engine = engine_of(sharding)
     accelerator = build_accelerator(plan, ds_config=engine.read_config(paths.plan_dir))
