@@ -610,15 +610,20 @@ def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
 
 
 def _predictions(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
-    """Predicted figures of each run next to the measured ones, peak memory and speed of a device."""
-    rows = []
+    """Predicted figures of each run next to the measured ones: its time, peak memory and speed of a device."""
+    rows, times = [], []
     for run, label in zip(runs, labels, strict=True):
+        if run.report is not None and run.report.predicted_s is not None:
+            is_whole, whole = run.report.ending is Ending.FINISHED, (run.report.predicted_s, run.report.duration_s)
+            times.append((label, *map(format_seconds, whole), difference(*whole) if is_whole else ""))
         memory, speed = (run.predicted.memory, run.measured.memory), (run.predicted.speed, run.measured.speed)
         peaks = [each.peak_allocated_bytes for each in memory]
         rates = [each.tokens_per_s_per_gpu for each in speed]
         if any(figure is not None for figure in (peaks[1], rates[1])):
             sizes, counts = [shown(peak, format_size) for peak in peaks], [shown(rate, format_count) for rate in rates]
             rows.append((label, *sizes, difference(*peaks), *counts, difference(*rates)))
+    if times:
+        yield Table(rows=(("run", "time predicted", "measured", "difference"), *times), right=(1, 2, 3))
     if rows:
         header = ("run", "peak predicted", "measured", "", "tokens/s predicted", "measured", "")
         yield Table(rows=(header, *rows), right=tuple(range(1, 7)))

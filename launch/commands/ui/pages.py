@@ -402,6 +402,8 @@ def _tiles(whole: WholeRun) -> str:
     of = f" of {view.num_steps:,}" if view.num_steps else ""
     left = None if view.seconds_left is None else f"{format_seconds(view.seconds_left)} left"
     spent = None if report is None or whole.is_live else f"{format_seconds(report.duration_s)} in all"
+    if spent and report is not None and report.predicted_s is not None:
+        spent += f", predicted {format_seconds(report.predicted_s)}"
     ended = state_badge(judged.state) + (f" attempt {view.attempt}" if view.attempt > 1 else "")
     tiles = [tile("state", ended, bar(share), f"step {view.step or 0:,}{of}", left or spent or view.state)]
     loss = view.loss if view.loss is not None else run.final_loss
