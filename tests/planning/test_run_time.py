@@ -43,7 +43,7 @@ def at(plan: Plan, every: int | None, *, max_share: float | None = None, steps: 
 
 
 def test_without_a_measured_disk_or_a_run_the_time_is_that_of_steps_and_evaluations() -> None:
-    plan = plan_of("tiny", "1xCPU")
+    plan = plan_of("tiny", "1xCPU", steps=40)
     context, chosen = context_of(plan), plan.chosen
     time = run_time(context, chosen)
     assert time.not_predicted == (TimePart.START_UP, TimePart.SAVING, TimePart.EXPORT)
@@ -127,7 +127,7 @@ def test_a_run_teaches_the_next_plan_its_start_up_and_the_rate_of_its_files() ->
         record_of_run(ran(plan, start_up_s=start_up_s), plan, now=datetime.now(UTC), source=source)
         for start_up_s, source in ((7.0, RecordSource.RUN), (9.0, RecordSource.RUN), (99.0, RecordSource.TRIAL))
     ]
-    learned = plan_of("tiny", "1xCPU", method=Method.FULL, calibration=calibration_of(*filter(None, records)))
+    learned = plan_of("tiny", "1xCPU", method=Method.FULL, steps=40, calibration=calibration_of(*filter(None, records)))
     context, chosen = context_of(learned), learned.chosen
     time, configuration = run_time(context, chosen), configuration_of(context, chosen)
     assert time.start_up == pytest.approx(8.0), "the median of the runs; a trial saves and exports nothing"

@@ -304,6 +304,7 @@ def test_machine_readable_figures_are_those_of_the_report(run: Finished) -> None
     assert config["predicted"][f"duration_s{PREDICTED}"] == sent[f"duration_s{PREDICTED}"] == report.predicted_s
 
 
+@pytest.mark.cold
 def test_what_wandb_wrote_offline_has_the_figures_of_metrics_and_report(run: Finished, tmp_path: Path) -> None:
     order = tracker_order(wandb=WandbMode.OFFLINE)
     Trackers(run.run_dir, order, tracker_environment(tmp_path)).end(EndNotice(has_report=True))
