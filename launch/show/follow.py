@@ -195,7 +195,7 @@ class WatchedRun:
             attempt=max(1, files.attempt),
             incidents=(*(() if report is None else report.incidents), *([files.problem] if files.problem else ())),
             is_running=judged.state in (RunState.RUNNING, RunState.UNKNOWN) and not files.has_final_report,
-            tokens_per_s=report.tokens_per_s if report is not None and files.has_final_report else None,
+            report=report if files.has_final_report else None,
         )
 
 

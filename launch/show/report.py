@@ -105,7 +105,7 @@ def loss_lines(report: Report) -> list[str]:
         lines.append(f"training loss {report.final_loss:.4f} at the last step")
     if report.evaluations:
         last = report.evaluations[-1]
-        line = f"held-out loss {last.loss:.4f} (perplexity {last.perplexity:.1f}) over {last.num_tokens} tokens"
+        line = f"held-out loss {last.loss:.4f} (perplexity {last.perplexity:.1f}) over {last.num_tokens:,} tokens"
         if last.unigram_entropy_nats is not None:
             share = last.loss / last.unigram_entropy_nats
             line += f"; unigram entropy of the same tokens {last.unigram_entropy_nats:.4f}, ratio {share:.2f}"
@@ -167,11 +167,12 @@ def comparison_rows(
         rows += (
             [row(label, expected or None, found, format_size, is_comparable=comparable)] if found is not None else []
         )
-    expected_parts, found_parts = grouped(predicted.memory.parts), measured.memory.parts
-    for name in dict.fromkeys((*expected_parts, *found_parts)):
-        expected, found = expected_parts.get(name), found_parts.get(name)
-        label = f"  {name.replace('_', ' ')}"
-        rows += [row(label, expected, found, format_size, is_comparable=same_rows)] if expected or found else []
+        if name == "peak_allocated_bytes":  # whose parts they are
+            expected_parts, found_parts = grouped(predicted.memory.parts), measured.memory.parts
+            for part in dict.fromkeys((*expected_parts, *found_parts)):
+                sizes = expected_parts.get(part), found_parts.get(part)
+                label = f"  {part.replace('_', ' ')}"
+                rows += [row(label, *sizes, format_size, is_comparable=same_rows)] if any(sizes) else []
     before, after = predicted.speed, measured.speed
     rate, learned = after.tokens_per_s_per_gpu, after.targets_per_s_per_gpu
     counts_targets = rate is not None and learned is None  # an earlier version

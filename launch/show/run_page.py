@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, Step, ending_text, labels_of, state_line
 from shardwise.launch.show.report import (
     FAULTS,
+    PROCESS_RAM,
     attempt_line,
     comparison_notes,
     comparison_rows,
@@ -54,7 +55,7 @@ from shardwise.trainer.planning.page.content import (
 )
 from shardwise.trainer.planning.page.html import averaged, thinned
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.spec.hardware import Gpu
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu
 from shardwise.trainer.spec.job.fields import job_tree
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.plan import Plan
@@ -134,10 +135,11 @@ def _comparison(run: RecordedRun) -> list[Block]:
             if size or held
         )
         blocks.append(PairedBars(caption="memory at the peak, by part", rows=bars, unit=Unit.BYTES))
-    peak = run.measured.memory.peak_allocated_bytes
+    measured, is_cpu = run.measured.memory, run.plan is not None and run.plan.device_kind is DeviceKind.CPU
+    peak = measured.host_bytes if is_cpu else measured.peak_allocated_bytes
     if peak is not None:
         usable = run.candidate.memory.usable_bytes
-        taken = {"allocated at the measured peak": peak}
+        taken = {PROCESS_RAM if is_cpu else "allocated at the measured peak": peak}
         blocks.append(Sentence(text=f"of {format_bytes(usable)} usable:"))
         blocks.append(StackedBar(parts=taken, total=max(usable, peak)))
     return blocks
@@ -625,7 +627,7 @@ def _predictions(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
     if times:
         yield Table(rows=(("run", "time predicted", "measured", "difference"), *times), right=(1, 2, 3))
     if rows:
-        header = ("run", "peak predicted", "measured", "", "tokens/s predicted", "measured", "")
+        header = ("run", "peak predicted", "measured", "difference", "tokens/s predicted", "measured", "difference")
         yield Table(rows=(header, *rows), right=tuple(range(1, 7)))
 
 

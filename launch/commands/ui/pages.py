@@ -21,6 +21,7 @@ from shardwise.launch.rundir.files import last_lines, tail_lines
 from shardwise.launch.rundir.paths import CONSOLE_LOG
 from shardwise.launch.rundir.state import RunState
 from shardwise.launch.show.recorded_run import RecordedRun
+from shardwise.launch.show.report import PROCESS_RAM
 from shardwise.launch.show.run_page import (
     STEP_LABEL,
     XAxis,
@@ -445,7 +446,7 @@ def _memory_tile(gauge: MemoryGauge) -> str:
     expected = f"predicted {format_bytes(gauge.predicted_peak_bytes)}" if gauge.predicted_peak_bytes else ""
     note = ", ".join(filter(None, (peak, expected)))
     meter = bar(share, mark=mark, is_full=share >= _FULL_SHARE) if total else ""
-    return tile("memory" if gauge.place == "card" else "process memory", format_bytes(used), meter, of, note)
+    return tile("memory" if gauge.place == "card" else PROCESS_RAM, format_bytes(used), meter, of, note)
 
 
 def tile(label: str, figure: str, *notes: str) -> str:

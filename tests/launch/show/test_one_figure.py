@@ -218,6 +218,9 @@ def test_every_surface_of_an_ended_run_has_the_figures_of_its_report(run: Finish
         process = run.plan.chosen.memory.need_bytes, memory.host_bytes
         sizes = " ".join(map(format_bytes, process))
         assert f"RAM of each process {sizes} {process[1] / process[0] - 1:+.1%}" in text, name
+    resident = format_bytes(memory.host_bytes)
+    assert f"{resident.split()[0]} " in surfaces["watch"], "of the report, not of the last step"
+    assert f"RAM of each process {resident}" in surfaces["ui tiles"]
     expected = f"predicted {format_seconds(run.report.predicted_s or 0.0)}"
     assert expected in surfaces["status"] and expected in surfaces["ui tiles"]
 

@@ -104,11 +104,16 @@ def _wrapped(text: str, width: int, tone: Tone, indent: str = "  ") -> Iterator[
         yield Line(text=line, tone=tone)
 
 
+_NO_BREAK = "\N{NO-BREAK SPACE}"  # of a figure and its unit, until the lines are wrapped
+
+
 def _verdict(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
     method, shape = _METHODS[plan.chosen.method], plan.model_shape
     model = f"{shape.model_type} ({format_count(shape.num_parameters)})"
-    text = f"{plan.name}: {method} of {model} on {machine_text(plan.hardware)}: fits, {_length(plan, context)}"
-    yield from _wrapped(text, width, Tone.TITLE, indent="")
+    length = _length(plan, context).replace(" ", _NO_BREAK)
+    text = f"{plan.name}: {method} of {model} on {machine_text(plan.hardware)}: fits, {length}"
+    for line in _wrapped(text, width, Tone.TITLE, indent=""):
+        yield replace(line, text=line.text.replace(_NO_BREAK, " "))
 
 
 def _length(plan: Plan, context: PlanningContext) -> str:

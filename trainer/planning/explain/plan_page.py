@@ -33,6 +33,7 @@ from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer, StateKind
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection
+from shardwise.trainer.spec.report import TimePart
 from shardwise.trainer.spec.strategy import LossHead, Method, Precision
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
@@ -315,8 +316,9 @@ def _time_lines(plan: Plan, context: PlanningContext) -> Iterator[str]:
         return
     chosen, time = plan.chosen, run_time(context, plan.chosen)
     errors = part_errors(context, chosen)
-    parts = [f"{part} {format_seconds(time_s)} ({error_text(errors[part])})" for part, time_s in time.parts_s.items()]
-    parts += [f"{part} not predicted" for part in time.not_predicted]
+    known = {part: f"{format_seconds(time_s)} ({error_text(errors[part])})" for part, time_s in time.parts_s.items()}
+    known |= dict.fromkeys(time.not_predicted, "not predicted")
+    parts = [f"{part} {known[part]}" for part in TimePart if part in known]
     yield f"time of the run, {format_seconds(time.total_s)}: {', '.join(parts)}"
     yield from _sources_of_time(context)
 
