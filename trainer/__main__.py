@@ -194,6 +194,7 @@ def _report(
         tokens=state.tokens_seen,
         targets=state.targets_seen,
         duration_s=duration_s,
+        saved_bytes=state.saved_bytes,
         final_loss=state.final_loss if state.final_loss is not None and math.isfinite(state.final_loss) else None,
         evaluations=finite,
         sample=sample,

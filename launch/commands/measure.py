@@ -122,7 +122,7 @@ def _page(options: LadderOptions, inputs: PlanInputs, results: Sequence[StepResu
         "allocated bytes of one device."
     )
     if any(result.outcome is Outcome.RAN for result in results):
-        common += " A change is relative to the step before; an error is of the prediction."
+        common += " A change is relative to the step before, a difference to the prediction."
     return ladder_page(title, results, common=common)
 
 

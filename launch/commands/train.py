@@ -123,7 +123,7 @@ def _train_in(
             plan = plan_to_resume(plan, earlier, run_dir, console, may_choose=options.take == 1)
             plan = keep_extension(plan, run_dir)
             plan = keep_model_code(plan, run_dir)
-        _show_plan(plan, console)
+        show_plan(plan, console)
         if options.dry_run:
             return _stop_before_launch(plan, run_dir, console)
         console.record_in(run_dir / run_dirs.CONSOLE_LOG)
@@ -131,7 +131,8 @@ def _train_in(
         return _run_and_report(plan, run_dir, session, cache=prepared.cache, resume=earlier is not None)
 
 
-def _show_plan(plan: Plan, console: Console) -> None:
+def show_plan(plan: Plan, console: Console) -> None:
+    """Prints the first screen, with which a run begins."""
     show_lines(first_screen(plan, width=text_width(console)), console)
     console.line()
 
@@ -139,7 +140,7 @@ def _show_plan(plan: Plan, console: Console) -> None:
 def _show_alone(options: TrainOptions, plan: Plan, console: Console) -> RunOutcome:
     """The plan of a run that leaves nothing behind, and what starts it."""
     check_disk(plan, run_dirs.output_base(plan.job.output, plan.name))
-    _show_plan(plan, console)
+    show_plan(plan, console)
     console.line("nothing was started; the same command without --dry-run trains")
     return RunOutcome(ExitCode.DONE, None)
 

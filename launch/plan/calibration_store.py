@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, rates_source
+from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, NO_TIMES, LearnedTimes, rates_source
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.saving import export_volume
 from shardwise.trainer.planning.schedule import longest_row_decides
 from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidate, Plan, RecordSource
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ def record_of_run(
     ran, not_compiled = report.plan, None if report.verified is None else report.verified.not_compiled
     is_compiled = ran.compile and not_compiled is None
     predicted = _uncorrected(plan, msgspec.structs.replace(ran, compile=is_compiled))
+    times = _measured_times(report, plan) if source is RecordSource.RUN else NO_TIMES
     device, driver = device_key(plan.hardware)
     return CalibrationRecord(
         device=device,
@@ -123,6 +126,27 @@ def record_of_run(
         transformers=plan.versions.get("transformers"),
         is_compiled=is_compiled if ran.compile else None,
         not_compiled=not_compiled,
+        start_up_s=times.start_up_s,
+        saved_bytes_per_s=times.saved_bytes_per_s,
+        exported_bytes_per_s=times.exported_bytes_per_s,
+    )
+
+
+def _measured_times(report: "Report", plan: Plan) -> LearnedTimes:
+    """Start-up and rates of the files of a run; None for what it did not have, or where it was not one attempt."""
+    from shardwise.trainer.spec.report import TimePart  # a plan only reads the store
+
+    parts = report.parts_s
+    if not parts or report.attempts > 1 or report.resumed_from_step is not None:
+        return NO_TIMES
+    saving_s, export_s = parts.get(TimePart.SAVING, 0.0), parts.get(TimePart.EXPORT, 0.0)
+    waits = not saving_choice(plan.job, plan.hardware, report.plan).is_background
+    exported = export_volume(context_of(plan), configuration_of(context_of(plan), report.plan))
+    return LearnedTimes(
+        start_up_s=parts[TimePart.START_UP],
+        saved_bytes_per_s=report.saved_bytes / saving_s if waits and saving_s and report.saved_bytes else None,
+        exported_bytes_per_s=(exported.written + exported.read) / export_s if export_s and report.export else None,
+        num_runs=1,
     )
 
 

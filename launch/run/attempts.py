@@ -41,7 +41,7 @@ from shardwise.launch.rundir.lock import HeldFolder, is_cancelled
 from shardwise.launch.show.follow import Progress
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.start import TrackerProcess, running_trackers
-from shardwise.trainer.planning.candidates import run_seconds
+from shardwise.trainer.planning.candidates import run_time
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
@@ -147,6 +147,8 @@ def _concluded(
         incident = incident_of(end, decision)
         past.incidents.append(incident)
         console.line(incident + _oom_note(plan, attempt_dir, end, decision))
+    predicted = run_time(context_of(plan), report.plan)
+    has_speed = context_of(plan).device.has_known_speed
     report = msgspec.structs.replace(
         report,
         incidents=tuple(dict.fromkeys(past.incidents)),
@@ -154,7 +156,8 @@ def _concluded(
         history=tuple(past.history),
         attempts=len(past.history),
         duration_s=sum(record.duration_s for record in past.history),
-        predicted_s=run_seconds(context_of(plan), report.plan),
+        predicted_s=predicted.total_s if has_speed else None,
+        predicted_parts_s=predicted.parts_s if has_speed else {},
         phases_s=_summed(record.phases_s for record in past.history),
         limit=spending.limit_of(report),
     )

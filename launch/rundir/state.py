@@ -180,6 +180,8 @@ class RunStatus(Value, frozen=True, kw_only=True):
     tokens_per_s: float | None = None  # of all ranks
     memory_peak_bytes: int | None = None  # of rank 0
     seconds_left: float | None = None
+    duration_s: float | None = None  # of a run that has ended
+    predicted_s: float | None = None  # of the whole run
     silent_s: float | None = None  # since the last heartbeat
     strategy: str | None = None
     num_ranks: int | None = None
@@ -312,6 +314,8 @@ def status_of(
         tokens_per_s=rate or recent_tokens_per_s(files.rows[-NUM_RECENT_STEPS:]),
         memory_peak_bytes=max(peaks, default=None),
         seconds_left=seconds_left(files) if is_running else None,
+        duration_s=report.duration_s if report is not None and files.has_final_report else None,
+        predicted_s=report.predicted_s if report is not None and files.has_final_report else None,
         silent_s=max(0.0, now_s - (files.heartbeat_s or 0.0)) if is_silent else None,
         strategy=plan.chosen.strategy.name if plan is not None else None,
         num_ranks=plan.chosen.num_ranks if plan is not None else None,

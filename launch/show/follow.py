@@ -195,7 +195,7 @@ class WatchedRun:
             attempt=max(1, files.attempt),
             incidents=(*(() if report is None else report.incidents), *([files.problem] if files.problem else ())),
             is_running=judged.state in (RunState.RUNNING, RunState.UNKNOWN) and not files.has_final_report,
-            tokens_per_s=report.tokens_per_s if report is not None and files.has_final_report else None,
+            report=report if files.has_final_report else None,
         )
 
 
@@ -292,8 +292,11 @@ def _learning(status: RunStatus) -> str:
 
 
 def _clock(status: RunStatus) -> str:
-    """The time left, and the time since the last heartbeat."""
+    """The time of a run that has ended, the time left, and the time since the last heartbeat."""
     parts = [status.phase] if status.phase and status.phase != "training" else []
+    if status.duration_s is not None:
+        expected = "" if status.predicted_s is None else f", predicted {format_seconds(status.predicted_s)}"
+        parts.append(f"{format_seconds(status.duration_s)} in all{expected}")
     if status.seconds_left is not None:
         parts.append(f"about {format_seconds(status.seconds_left)} of training left")
         limit = next((job.seconds_left for job in status.jobs if job.is_running), None)

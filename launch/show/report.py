@@ -12,7 +12,16 @@ from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table, paragraph
 from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures
-from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Figures, Report, busy_cores, relative_difference
+from shardwise.trainer.spec.report import (
+    AttemptRecord,
+    Ending,
+    Fault,
+    Figures,
+    Report,
+    TimePart,
+    busy_cores,
+    relative_difference,
+)
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 FAULTS = {
@@ -25,7 +34,7 @@ FAULTS = {
 
 
 PROCESS_RAM = "RAM of each process"
-_PARTS_OF_TIME = ("steps", "evaluation", "saving", "export")
+NOT_PREDICTED = "not predicted"
 _MOST_LEARNED = 0.9  # of the tokens: where more are learned, their rate is no line of its own
 
 
@@ -96,7 +105,7 @@ def loss_lines(report: Report) -> list[str]:
         lines.append(f"training loss {report.final_loss:.4f} at the last step")
     if report.evaluations:
         last = report.evaluations[-1]
-        line = f"held-out loss {last.loss:.4f} (perplexity {last.perplexity:.1f}) over {last.num_tokens} tokens"
+        line = f"held-out loss {last.loss:.4f} (perplexity {last.perplexity:.1f}) over {last.num_tokens:,} tokens"
         if last.unigram_entropy_nats is not None:
             share = last.loss / last.unigram_entropy_nats
             line += f"; unigram entropy of the same tokens {last.unigram_entropy_nats:.4f}, ratio {share:.2f}"
@@ -138,7 +147,10 @@ def comparison_rows(
         is_whole = report.ending is Ending.FINISHED
         whole = ("time of the run", report.predicted_s, report.duration_s)
         rows.append(row(*whole, format_seconds, is_comparable=is_whole))
-        rows += [row(f"  {name}", None, seconds, format_seconds) for name, seconds in _parts_of_time(report)]
+        rows += [
+            (f"  {part}", expected, found, difference(*seconds) if is_whole else "")
+            for part, expected, found, seconds in _parts_of_time(report)
+        ]
     same_rows = report is None or not report.predicts_longest_row
     is_cpu = measured.memory.device_bytes is None and measured.memory.peak_reserved_bytes is None
     for label, name in (
@@ -155,11 +167,12 @@ def comparison_rows(
         rows += (
             [row(label, expected or None, found, format_size, is_comparable=comparable)] if found is not None else []
         )
-    expected_parts, found_parts = grouped(predicted.memory.parts), measured.memory.parts
-    for name in dict.fromkeys((*expected_parts, *found_parts)):
-        expected, found = expected_parts.get(name), found_parts.get(name)
-        label = f"  {name.replace('_', ' ')}"
-        rows += [row(label, expected, found, format_size, is_comparable=same_rows)] if expected or found else []
+        if name == "peak_allocated_bytes":  # whose parts they are
+            expected_parts, found_parts = grouped(predicted.memory.parts), measured.memory.parts
+            for part in dict.fromkeys((*expected_parts, *found_parts)):
+                sizes = expected_parts.get(part), found_parts.get(part)
+                label = f"  {part.replace('_', ' ')}"
+                rows += [row(label, *sizes, format_size, is_comparable=same_rows)] if any(sizes) else []
     before, after = predicted.speed, measured.speed
     rate, learned = after.tokens_per_s_per_gpu, after.targets_per_s_per_gpu
     counts_targets = rate is not None and learned is None  # an earlier version
@@ -181,17 +194,24 @@ def _comparison_lines(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
     ]
 
 
-def _parts_of_time(report: Report) -> Iterator[tuple[str, float]]:
-    """Seconds of start-up (all that is nothing else), steps, evaluation, saving and export."""
-    if report.phases_s:
-        yield "start-up", max(0.0, report.duration_s - sum(report.phases_s.values()))
-        yield from ((name, report.phases_s[name]) for name in _PARTS_OF_TIME if name in report.phases_s)
+def _parts_of_time(report: Report) -> Iterator[tuple[str, str, str, tuple[float | None, float | None]]]:
+    """Of each part of the time, predicted and measured as text and as seconds."""
+    measured, predicted = report.parts_s, report.predicted_parts_s
+    missing = NOT_PREDICTED if predicted else "-"
+    for part in TimePart:
+        expected, found = predicted.get(part), measured.get(part)
+        if found is not None or (measured and expected is not None):
+            text = missing if expected is None else format_seconds(expected)
+            yield part.value, text, shown(found, format_seconds), (expected, found)
 
 
 def comparison_notes(report: Report) -> Iterator[str]:
-    """Reasons that limit the comparison: other programs used the cores, or the rows had other lengths."""
+    """Reasons that limit the comparison: other programs used the cores, parts of the time, or the rows' lengths."""
     if (busy := busy_cores(report)) is not None:
         yield busy
+    lacking = [part for part in report.parts_s if report.predicted_parts_s and part not in report.predicted_parts_s]
+    if lacking:
+        yield f"the predicted time of the run is without {', '.join(lacking)}"
     if report.predicts_longest_row:
         yield (
             "memory is predicted for the longest row, and was measured in one step, whose rows may be shorter: no "

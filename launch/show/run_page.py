@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, Step, ending_text, labels_of, state_line
 from shardwise.launch.show.report import (
     FAULTS,
+    PROCESS_RAM,
     attempt_line,
     comparison_notes,
     comparison_rows,
@@ -54,7 +55,7 @@ from shardwise.trainer.planning.page.content import (
 )
 from shardwise.trainer.planning.page.html import averaged, thinned
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.spec.hardware import Gpu
+from shardwise.trainer.spec.hardware import DeviceKind, Gpu
 from shardwise.trainer.spec.job.fields import job_tree
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.plan import Plan
@@ -134,10 +135,11 @@ def _comparison(run: RecordedRun) -> list[Block]:
             if size or held
         )
         blocks.append(PairedBars(caption="memory at the peak, by part", rows=bars, unit=Unit.BYTES))
-    peak = run.measured.memory.peak_allocated_bytes
+    measured, is_cpu = run.measured.memory, run.plan is not None and run.plan.device_kind is DeviceKind.CPU
+    peak = measured.host_bytes if is_cpu else measured.peak_allocated_bytes
     if peak is not None:
         usable = run.candidate.memory.usable_bytes
-        taken = {"allocated at the measured peak": peak}
+        taken = {PROCESS_RAM if is_cpu else "allocated at the measured peak": peak}
         blocks.append(Sentence(text=f"of {format_bytes(usable)} usable:"))
         blocks.append(StackedBar(parts=taken, total=max(usable, peak)))
     return blocks
@@ -610,17 +612,22 @@ def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator
 
 
 def _predictions(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
-    """Predicted figures of each run next to the measured ones, peak memory and speed of a device."""
-    rows = []
+    """Predicted figures of each run next to the measured ones: its time, peak memory and speed of a device."""
+    rows, times = [], []
     for run, label in zip(runs, labels, strict=True):
+        if run.report is not None and run.report.predicted_s is not None:
+            is_whole, whole = run.report.ending is Ending.FINISHED, (run.report.predicted_s, run.report.duration_s)
+            times.append((label, *map(format_seconds, whole), difference(*whole) if is_whole else ""))
         memory, speed = (run.predicted.memory, run.measured.memory), (run.predicted.speed, run.measured.speed)
         peaks = [each.peak_allocated_bytes for each in memory]
         rates = [each.tokens_per_s_per_gpu for each in speed]
         if any(figure is not None for figure in (peaks[1], rates[1])):
             sizes, counts = [shown(peak, format_size) for peak in peaks], [shown(rate, format_count) for rate in rates]
             rows.append((label, *sizes, difference(*peaks), *counts, difference(*rates)))
+    if times:
+        yield Table(rows=(("run", "time predicted", "measured", "difference"), *times), right=(1, 2, 3))
     if rows:
-        header = ("run", "peak predicted", "measured", "", "tokens/s predicted", "measured", "")
+        header = ("run", "peak predicted", "measured", "difference", "tokens/s predicted", "measured", "difference")
         yield Table(rows=(header, *rows), right=tuple(range(1, 7)))
 
 

@@ -28,6 +28,7 @@ from shardwise.launch.rundir.files import (
 )
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.secrets import printable
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
@@ -237,12 +238,13 @@ def view_of(
     attempt: int = 1,
     incidents: Sequence[str] = (),
     is_running: bool = True,
-    tokens_per_s: float | None = None,
+    report: Report | None = None,
 ) -> LiveView:
     """The view after these steps, or a later `step` that has no figures; what only a plan has is None without one.
 
-    `tokens_per_s` is that of the report of a run that has ended; without it the last steps decide.
+    Speed and RAM are those of the report of a run that has ended; without it the last steps decide.
     """
+    tokens_per_s = None if report is None else report.tokens_per_s
     row, num_steps = steps.last, None if plan is None else plan.schedule.num_steps
     chosen = None if plan is None else plan.chosen
     return LiveView(
@@ -260,7 +262,7 @@ def view_of(
         rate_of="the run" if tokens_per_s else RECENT_STEPS,
         predicted_tokens_per_s=None if chosen is None else chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks,
         mfu=row.get("mfu"),
-        memory=memory_gauge(row, plan),
+        memory=memory_gauge(row, plan, report),
         card=CardFigures(*(steps.newest.get(f"gpu_{name}") for name in CardFigures._fields)),
         num_skipped=steps.num_skipped,
         incidents=tuple(dict.fromkeys((*steps.incidents, *incidents))),
@@ -275,15 +277,19 @@ def _with_figures(step: int, plan: Plan | None) -> int:
     return step - is_due
 
 
-def memory_gauge(row: dict[str, Any], plan: Plan | None) -> MemoryGauge | None:
-    """Rank 0's memory, on a GPU of the card, on a CPU of the RAM; None before the first step."""
+def memory_gauge(row: dict[str, Any], plan: Plan | None, report: Report | None = None) -> MemoryGauge | None:
+    """Rank 0's memory, on a GPU of the card, on a CPU of the RAM, there of the report if the run has ended.
+
+    None before the first step.
+    """
     if not row:
         return None
     expected = None if plan is None else plan.chosen.memory
     is_card = plan is not None and plan.device_kind is DeviceKind.CUDA
+    resident = row.get("host_rss_bytes") if report is None else report.measured.memory.host_bytes
     counts = (row.get(f"memory_{name}_bytes") for name in ("device", "reserved", "allocated"))
     return MemoryGauge(
-        used_bytes=next(filter(None, counts), None) if is_card else row.get("host_rss_bytes"),
+        used_bytes=next(filter(None, counts), None) if is_card else resident or row.get("host_rss_bytes"),
         total_bytes=None if plan is None else _total_bytes(plan),
         place="card" if is_card else "RAM",
         predicted_bytes=expected.device_bytes if expected is not None and is_card else None,
@@ -341,7 +347,7 @@ def block_lines(view: LiveView, *, width: int, glyphs: Glyphs, has_color: bool =
 
 
 def log_line(view: LiveView) -> str:
-    """`[####----] 50/100  loss 4.1250  6.1k tokens/s (104% of predicted)  310 MiB  1 min 10 s left`, in ASCII."""
+    """`[####----] 50/100  loss 4.1250  6.1k tokens/s (104% of predicted)  peak 310 MiB  1 min 10 s left`, in ASCII."""
     step, num_steps = view.step or 0, view.num_steps
     parts = [f"step {step}"]
     if num_steps is not None:
@@ -357,7 +363,7 @@ def log_line(view: LiveView) -> str:
         if used is not None and total is not None and view.memory.place == "card":
             parts.append(_pair(used, " of ", total))
         elif peak is not None:
-            parts.append(format_bytes(peak))
+            parts.append(f"{view.memory.peak_name} {format_bytes(peak)}")
     parts += [f"{format_seconds(view.seconds_left)} left"] if view.seconds_left is not None else []
     parts += _counted(view)
     return "  ".join(parts)

@@ -32,6 +32,7 @@ from shardwise.launch.track.offline import (
     write_wandb_run,
 )
 from shardwise.launch.track.tracker import (
+    PREDICTED,
     STEP,
     End,
     Incident,
@@ -45,6 +46,8 @@ from shardwise.launch.track.tracker import (
     show,
     summary_of,
 )
+from shardwise.trainer.planning.candidates import run_seconds, run_time
+from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.fields import job_tree
@@ -153,7 +156,7 @@ def run_config(plan: Plan) -> dict[str, Any]:
     job = job_tree(plan.job)
     if plan.job.log.notify is not None:  # the path of a URL may be its only protection
         job["log"]["notify"] = REDACTED
-    chosen = msgspec.to_builtins(plan.chosen)
+    context, chosen = context_of(plan), msgspec.to_builtins(plan.chosen)
     tree: dict[str, Any] = {
         "learning_rate": plan.schedule.lr,
         "max_steps": plan.schedule.num_steps,
@@ -167,7 +170,12 @@ def run_config(plan: Plan) -> dict[str, Any]:
             "schedule": msgspec.to_builtins(plan.schedule),
             "num_fallbacks": len(plan.fallbacks),
         },
-        "predicted": {"memory": chosen["memory"], "speed": chosen["speed"], **predicted_series(plan.chosen)},
+        "predicted": {
+            "memory": chosen["memory"],
+            "speed": chosen["speed"],
+            **predicted_series(plan.chosen),
+            **_times(run_seconds(context, plan.chosen), run_time(context, plan.chosen).parts_s, suffix=PREDICTED),
+        },
         "hardware": msgspec.to_builtins(plan.hardware),
         "model": {**msgspec.to_builtins(plan.model_shape), "num_parameters": plan.model_shape.num_parameters},
         "data": {"fingerprint": plan.data.fingerprint, "source": plan.data.source},
@@ -266,6 +274,8 @@ def run_figures(report: Report) -> dict[str, Any]:
         "tokens": report.tokens,
         "targets": report.targets,
         "attempts": report.attempts,
+        **_times(report.duration_s, report.parts_s),
+        **_times(report.predicted_s, report.predicted_parts_s, suffix=PREDICTED),
         "final_loss": report.final_loss,
         "eval_loss": report.evaluations[-1].loss if report.evaluations else None,
         "memory_peak_bytes": memory.peak_allocated_bytes,
@@ -276,6 +286,12 @@ def run_figures(report: Report) -> dict[str, Any]:
         "incidents": len(report.incidents),
     }
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def _times(whole_s: float | None, parts_s: Mapping[str, float], *, suffix: str = "") -> dict[str, float | None]:
+    """`duration_s` of the run and `start_up_s`, `steps_s` and so on of its parts, with a suffix."""
+    parts = {f"{part.replace('-', '_')}_s{suffix}": seconds for part, seconds in parts_s.items()}
+    return {f"duration_s{suffix}": whole_s, **parts}
 
 
 # The two commands below run in processes of their own, since wandb takes a second to import.

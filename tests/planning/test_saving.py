@@ -17,7 +17,7 @@ LLAMA_1B = 1_235_814_400
 def choice_of(plan: Plan, *, asked: bool | None = None) -> SavingChoice:
     checkpoint = replace(plan.job.checkpoint, is_async=asked)
     plan = replace(plan, job=replace(plan.job, checkpoint=checkpoint))
-    return saving_choice(plan, plan.chosen)
+    return saving_choice(plan.job, plan.hardware, plan.chosen)
 
 
 def test_a_checkpoint_is_the_masters_and_the_state_of_what_is_trained() -> None:

@@ -82,6 +82,18 @@ class Correction(Value, frozen=True, kw_only=True):
 NO_CORRECTION = Correction()
 
 
+class LearnedTimes(Value, frozen=True, kw_only=True):
+    """Medians of earlier runs of models of a comparable size on this device; None: no run has measured it."""
+
+    start_up_s: float | None = None
+    saved_bytes_per_s: float | None = None  # of checkpoints, written and read back together
+    exported_bytes_per_s: float | None = None  # of the export, likewise
+    num_runs: int = 0
+
+
+NO_TIMES = LearnedTimes()
+
+
 class Corrections(Value, frozen=True, kw_only=True):
     """Corrections from the runs on a device, for every strategy of one model."""
 
@@ -91,6 +103,7 @@ class Corrections(Value, frozen=True, kw_only=True):
     tried: dict[str, float] = {}  # strategies that a trial of this job timed: a further factor of their step time
     untried: float = 1.0  # the same for the other strategies
     not_compiled: str | None = None  # why blocks of this model failed to compile with these versions
+    times: LearnedTimes = NO_TIMES  # what no formula has: the start-up, and the rate of the files
 
     def of(self, strategy: Strategy, method: Method) -> Correction:
         """The factors for one strategy."""
@@ -137,6 +150,20 @@ def corrections_of(
         by_precision=corrections,
         num_unused=len(calibration.records) - len(usable),
         not_compiled=_not_compiled(calibration, shape, transformers=versions.get("transformers")),
+        times=_learned_times([record for record in calibration.records if _is_comparable(record, shape)]),
+    )
+
+
+def _learned_times(records: Sequence[CalibrationRecord]) -> LearnedTimes:
+    def middle(name: str) -> float | None:
+        found = [value for record in records if (value := getattr(record, name)) is not None]
+        return _median(found[-MAX_RECORDS:]) if found else None
+
+    return LearnedTimes(
+        start_up_s=middle("start_up_s"),
+        saved_bytes_per_s=middle("saved_bytes_per_s"),
+        exported_bytes_per_s=middle("exported_bytes_per_s"),
+        num_runs=sum(record.start_up_s is not None for record in records),
     )
 
 
@@ -262,7 +289,12 @@ def _moved_events(memory: MemoryEstimate, delta: int) -> dict[str, int]:
 
 
 def _is_usable(record: CalibrationRecord, shape: ModelShape, version: str | None) -> bool:
-    if record.precision is None or record.num_parameters is None or record.shardwise != version:
+    return record.precision is not None and record.shardwise == version and _is_comparable(record, shape)
+
+
+def _is_comparable(record: CalibrationRecord, shape: ModelShape) -> bool:
+    """True of a run of a model whose size is comparable."""
+    if record.num_parameters is None:
         return False
     ratio = shape.num_parameters / record.num_parameters
     return 1 / COMPARABLE_SIZE <= ratio <= COMPARABLE_SIZE

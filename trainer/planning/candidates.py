@@ -21,10 +21,12 @@ from shardwise.trainer.planning.calibrate import corrected_memory, corrected_spe
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.memory import estimate_memory, host_need, least_bytes, needed_bytes, state_need
+from shardwise.trainer.planning.saving import export_seconds, saving_seconds
 from shardwise.trainer.planning.schedule import longest_width, mean_width, row_policy
 from shardwise.trainer.planning.speed.step import compile_seconds, estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
+from shardwise.trainer.spec.report import TimePart
 from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 
@@ -232,32 +234,70 @@ def with_micro_batch(context: PlanningContext, configuration: Configuration, mic
     return replace(configuration, micro_batch=micro_batch, accumulation=accumulation)
 
 
-def run_hours(context: PlanningContext, candidate: Candidate) -> float:
-    """Predicted hours of the whole run: its steps, and a forward over the held-out rows at every evaluation.
+class RunTime(Value, frozen=True, kw_only=True):
+    """Predicted seconds of a run by part; None where nothing predicts one, which is then not in the sum."""
+
+    start_up: float | None  # by earlier runs on this device alone
+    steps: float  # with torch.compile
+    evaluation: float
+    saving: float | None
+    export: float | None
+
+    @property
+    def total_s(self) -> float:
+        """The predicted time of the run: the sum of its parts."""
+        return sum(self.parts_s.values())
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """The parts that are predicted, by the names of a report, in their order."""
+        known = {part.value: getattr(self, part.name.lower(), None) for part in TimePart}
+        return {name: seconds for name, seconds in known.items() if seconds is not None}
+
+    @property
+    def not_predicted(self) -> tuple[str, ...]:
+        """The parts that nothing predicts."""
+        return tuple(part.value for part in TimePart if getattr(self, part.name.lower(), 0.0) is None)
+
+
+def run_time(context: PlanningContext, candidate: Candidate) -> RunTime:
+    """Predicted time of the whole run by part: steps, a forward over the held-out rows at every evaluation, and files.
 
     DPO that trains the whole model scores every pair once more, before the first step: that model is its reference.
     """
     schedule, speed = context.schedule, candidate.speed
     configuration = configuration_of(context, candidate)
-    seconds = schedule.num_steps * speed.step_s + start_up_seconds(context, configuration)
-    num_scored = _tokens_scored(context, configuration)
+    steps_s = schedule.num_steps * speed.step_s + start_up_seconds(context, configuration)
+    scoring_s, num_scored = 0.0, _tokens_scored(context, configuration)
     if num_scored:
         is_corrected = context.corrections.of(candidate.strategy, candidate.method).step.value != 1
         predicted = relative_seconds(context, configuration) if is_corrected else speed.step_s
         scoring_s = evaluation_seconds(context.shape, configuration, context.device, num_scored)
-        seconds += scoring_s * speed.step_s / predicted  # as runs correct the step
-    return seconds / 3600
+        scoring_s *= speed.step_s / predicted  # as runs correct the step
+    return RunTime(
+        start_up=context.corrections.times.start_up_s,
+        steps=steps_s,
+        evaluation=scoring_s,
+        saving=saving_seconds(context, candidate, configuration, training_s=steps_s + scoring_s),
+        export=export_seconds(context, configuration),
+    )
+
+
+def run_hours(context: PlanningContext, candidate: Candidate) -> float:
+    """Predicted hours of the whole run, the sum of its parts."""
+    return run_time(context, candidate).total_s / 3600
 
 
 def run_seconds(context: PlanningContext, candidate: Candidate) -> float | None:
     """Predicted seconds of the whole run; None if the speed of the device is not known."""
-    return run_hours(context, candidate) * 3600 if context.device.has_known_speed else None
+    return run_time(context, candidate).total_s if context.device.has_known_speed else None
 
 
 def _tokens_scored(context: PlanningContext, configuration: Configuration) -> int:
     """Tokens of all forwards of a run without a backward, except those of DPO's reference within a step."""
     schedule, num_eval_tokens = context.schedule, context.num_eval_tokens
-    num_evaluations = -(-schedule.num_steps // schedule.eval_every_steps) if schedule.eval_every_steps else 0
+    every = schedule.eval_every_steps or schedule.num_steps  # the last step is always followed by one
+    num_evaluations = -(-schedule.num_steps // every)
     num_scored = num_evaluations * num_eval_tokens * (2 if configuration.runs_reference else 1)
     is_paired = configuration.policy.rows_per_example == 2
     if is_paired and not configuration.runs_reference and context.data is not None:

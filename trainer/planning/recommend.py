@@ -172,9 +172,9 @@ def _saving(_: PlanningContext, plan: Plan, report: Report, observed: Observed) 
         changes.append(f'"checkpoint.every={max(1, round(schedule.checkpoint_every_steps * factor))} steps"')
     elif schedule.checkpoint_every_s is not None:
         changes.append(f'"checkpoint.every={max(1, round(schedule.checkpoint_every_s * factor / 60))} min"')
-    in_background = replace(plan, job=replace(plan.job, checkpoint=replace(plan.job.checkpoint, is_async=True)))
-    is_background = saving_choice(plan, report.plan).is_background
-    if not is_background and saving_choice(in_background, report.plan).is_background:
+    in_background = replace(plan.job, checkpoint=replace(plan.job.checkpoint, is_async=True))
+    is_background = saving_choice(plan.job, plan.hardware, report.plan).is_background
+    if not is_background and saving_choice(in_background, plan.hardware, report.plan).is_background:
         changes.append("checkpoint.async=true")
     if changes:
         text = f"saving takes {share:.0%} of the time: {' or '.join(changes)} would give {gain:.2f}x"

@@ -37,6 +37,17 @@ class Fault(StrEnum):
         return self in (Fault.OUT_OF_MEMORY, Fault.HOST_OUT_OF_MEMORY)
 
 
+class TimePart(StrEnum):
+    """Parts of the time of a run, as it was predicted and measured, in their order."""
+
+    START_UP = "start-up"  # until the first step: processes, libraries, data and model; also what is no other part
+    STEPS = "steps"  # torch.compile in the first of them included
+    EVALUATION = "evaluation"  # held-out rows, and the reference of pairs before the first step
+    SAVING = "saving"  # as long as training waits
+    SAMPLE = "sample"  # of what the trained model writes
+    EXPORT = "export"
+
+
 class MemoryPoint(Value, frozen=True, kw_only=True):
     """Allocated bytes at a moment of the profiled step."""
 
@@ -139,7 +150,7 @@ class AttemptRecord(Value, frozen=True, kw_only=True):
     duration_s: float
     predicted_peak_bytes: int
     measured_peak_bytes: int | None = None  # allocated; where memory ran out, what was held by then
-    phases_s: dict[str, float] = {}  # steps, evaluation, saving, export of rank 0; the rest of the time is start-up
+    phases_s: dict[str, float] = {}  # of rank 0, by `TimePart`; the rest of the time is start-up
 
 
 class Report(Value, frozen=True, kw_only=True):
@@ -161,8 +172,10 @@ class Report(Value, frozen=True, kw_only=True):
     targets: int | None = None  # tokens that were learned; None: of an earlier version, which gave these as tokens
     duration_s: float  # of a run: of all its attempts, without the time between them
     predicts_longest_row: bool = False  # predicted memory is of the longest row, measured memory of one step's rows
-    predicted_s: float | None = None  # of the whole run of `plan`
+    predicted_s: float | None = None  # of the whole run of `plan`: the sum of its parts
+    predicted_parts_s: dict[str, float] = {}  # by `TimePart`; what it lacks was not predicted
     phases_s: dict[str, float] = {}  # as an attempt's; of a run: of all its attempts
+    saved_bytes: int | None = None  # of checkpoints that training waited for, written and read back, by all ranks
     final_loss: float | None = None
     evaluations: tuple[Evaluation, ...] = ()
     sample: Sample | None = None
@@ -173,6 +186,14 @@ class Report(Value, frozen=True, kw_only=True):
     history: tuple[AttemptRecord, ...] = ()  # of a run: every attempt, those before a resumption too
     limit: str | None = None  # of a run that was stopped: the limit of the job that did it, limits.hours or limits.cost
     error: str | None = None  # one line
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Measured seconds of each part, which sum to the duration; empty in a report of an earlier version."""
+        if not self.phases_s:
+            return {}
+        known = {part.value: self.phases_s[part] for part in TimePart if part in self.phases_s}
+        return {TimePart.START_UP.value: max(0.0, self.duration_s - sum(known.values())), **known}
 
     @property
     def tokens_per_s(self) -> float | None:

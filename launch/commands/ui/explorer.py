@@ -40,11 +40,18 @@ from shardwise.launch.plan.gather import plan_inputs, profile_data
 from shardwise.trainer.planning.candidates import run_totals
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
-from shardwise.trainer.planning.explain.first_screen import about, alternatives, how, memory_text, time_range
+from shardwise.trainer.planning.explain.first_screen import (
+    about,
+    alternatives,
+    how,
+    memory_text,
+    time_range,
+    without_text,
+)
 from shardwise.trainer.planning.explain.plan_page import plan_page
 from shardwise.trainer.planning.page.html import scrolling
 from shardwise.trainer.planning.planner import context_of, take_candidate
-from shardwise.trainer.planning.search.certainty import error_text, peak_text, time_error
+from shardwise.trainer.planning.search.certainty import error_text, peak_text, run_error
 from shardwise.trainer.planning.tables.gpu_names import match_card
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.errors import InputError, NothingFitsError, ShardwiseError
@@ -288,14 +295,20 @@ def verdict_html(plan: Plan, context: PlanningContext) -> str:
     chosen, totals = plan.chosen, run_totals(context, plan.chosen)
     memory, seconds = chosen.memory, totals.hours * 3600
     needed, usable = memory.need_bytes, memory.usable_bytes
-    error = time_error(context, chosen)
+    error = run_error(context, chosen)
     within = "" if error is None else f"{time_range(seconds, error)}, {error_text(error)}"
     num_steps = plan.schedule.num_steps
     steps = f"{num_steps:,} steps of {format_seconds(chosen.speed.step_s)}"
     host, granted = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
     place, peak = ("RAM of each process", "peak of tensors") if context.is_cpu else ("each card", "peak")
     tiles = [
-        tile("time", about(seconds) if context.device.has_known_speed else "not known", escape(within), steps),
+        tile(
+            "time",
+            about(seconds) if context.device.has_known_speed else "not known",
+            escape(within),
+            steps,
+            without_text(context, chosen),
+        ),
         tile(
             "memory",
             format_bytes(needed),

@@ -21,6 +21,7 @@ from shardwise.launch.rundir.files import last_lines, tail_lines
 from shardwise.launch.rundir.paths import CONSOLE_LOG
 from shardwise.launch.rundir.state import RunState
 from shardwise.launch.show.recorded_run import RecordedRun
+from shardwise.launch.show.report import PROCESS_RAM
 from shardwise.launch.show.run_page import (
     STEP_LABEL,
     XAxis,
@@ -402,6 +403,8 @@ def _tiles(whole: WholeRun) -> str:
     of = f" of {view.num_steps:,}" if view.num_steps else ""
     left = None if view.seconds_left is None else f"{format_seconds(view.seconds_left)} left"
     spent = None if report is None or whole.is_live else f"{format_seconds(report.duration_s)} in all"
+    if spent and report is not None and report.predicted_s is not None:
+        spent += f", predicted {format_seconds(report.predicted_s)}"
     ended = state_badge(judged.state) + (f" attempt {view.attempt}" if view.attempt > 1 else "")
     tiles = [tile("state", ended, bar(share), f"step {view.step or 0:,}{of}", left or spent or view.state)]
     loss = view.loss if view.loss is not None else run.final_loss
@@ -443,7 +446,7 @@ def _memory_tile(gauge: MemoryGauge) -> str:
     expected = f"predicted {format_bytes(gauge.predicted_peak_bytes)}" if gauge.predicted_peak_bytes else ""
     note = ", ".join(filter(None, (peak, expected)))
     meter = bar(share, mark=mark, is_full=share >= _FULL_SHARE) if total else ""
-    return tile("memory" if gauge.place == "card" else "process memory", format_bytes(used), meter, of, note)
+    return tile("memory" if gauge.place == "card" else PROCESS_RAM, format_bytes(used), meter, of, note)
 
 
 def tile(label: str, figure: str, *notes: str) -> str:

@@ -122,7 +122,7 @@ def test_a_log_gets_one_line_of_ascii():
         "61 of 80 GiB  1 min 10 s left  1 restart  2 steps skipped"
     )
     assert live.log_line(ON_A_CPU) == (
-        "[------------------------] 1/300  loss 9.5000  lr 0.0003  2.92k tokens/s (50% of predicted)  240 MiB"
+        "[------------------------] 1/300  loss 9.5000  lr 0.0003  2.92k tokens/s (50% of predicted)  tensors 240 MiB"
     )
     assert live.log_line(live.LiveView(title="lost its plan", step=3)) == "step 3"
 

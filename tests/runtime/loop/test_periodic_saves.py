@@ -42,7 +42,7 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 def test_a_run_that_saves_in_the_background_has_the_same_checkpoints(cache_dir, tmp_path):
     plan = plan_of(cache_dir, is_async=True)
-    assert saving_choice(plan, plan.chosen).is_background
+    assert saving_choice(plan.job, plan.hardware, plan.chosen).is_background
     _, state = run_attempt(tmp_path / "background", plan)
     assert state.checkpoint == "checkpoints/step-00000006" and state.incidents == []
     run_attempt(tmp_path / "waiting", plan_of(cache_dir, is_async=False))

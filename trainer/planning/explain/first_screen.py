@@ -13,14 +13,14 @@ from itertools import chain, islice
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import configuration_of, prediction_error, run_hours, run_totals
+from shardwise.trainer.planning.candidates import configuration_of, prediction_error, run_hours, run_time, run_totals
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.coverage import coverage_gap
 from shardwise.trainer.planning.page.content import paragraph, table
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
-from shardwise.trainer.planning.search.certainty import error_text, peak_text, time_error
+from shardwise.trainer.planning.search.certainty import error_text, peak_text, run_error
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
@@ -104,11 +104,16 @@ def _wrapped(text: str, width: int, tone: Tone, indent: str = "  ") -> Iterator[
         yield Line(text=line, tone=tone)
 
 
+_NO_BREAK = "\N{NO-BREAK SPACE}"  # of a figure and its unit, until the lines are wrapped
+
+
 def _verdict(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
     method, shape = _METHODS[plan.chosen.method], plan.model_shape
     model = f"{shape.model_type} ({format_count(shape.num_parameters)})"
-    text = f"{plan.name}: {method} of {model} on {machine_text(plan.hardware)}: fits, {_length(plan, context)}"
-    yield from _wrapped(text, width, Tone.TITLE, indent="")
+    length = _length(plan, context).replace(" ", _NO_BREAK)
+    text = f"{plan.name}: {method} of {model} on {machine_text(plan.hardware)}: fits, {length}"
+    for line in _wrapped(text, width, Tone.TITLE, indent=""):
+        yield replace(line, text=line.text.replace(_NO_BREAK, " "))
 
 
 def _length(plan: Plan, context: PlanningContext) -> str:
@@ -156,6 +161,7 @@ def _choice(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
     place, peak = ("RAM of each process", "peak of tensors") if context.is_cpu else ("card", "peak")
     steps = f"{plan.schedule.num_steps:,} step{'s' if plan.schedule.num_steps > 1 else ''}"
     time = [*_certain_range(context, chosen), f"{steps} of {format_seconds(chosen.speed.step_s)}"]
+    time += [text] if (text := without_text(context, chosen)) else []
     yield from _figures("time", time, width)
     sizes = [
         f"{place} {memory_text(memory)}",
@@ -188,7 +194,7 @@ def _figures(label: str, figures: Sequence[str], width: int, *, share: float | N
 
 
 def _certain_range(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
-    error = time_error(context, chosen)
+    error = run_error(context, chosen)
     if error is None:
         return
     num_runs = context.corrections.of(chosen.strategy, chosen.method).step.num_runs
@@ -196,6 +202,16 @@ def _certain_range(context: PlanningContext, chosen: Candidate) -> Iterator[str]
     if chosen.strategy.name in context.corrections.tried:
         source = "timed by a trial"
     yield f"{time_range(run_hours(context, chosen) * 3600, error)} ({error_text(error)}; {source})"
+
+
+SHORT_RUN_S = 600.0  # the parts that no prediction has weigh in a shorter run
+
+
+def without_text(context: PlanningContext, chosen: Candidate) -> str:
+    """`without start-up, saving, export`: what the predicted time of a short run lacks; empty of a long one."""
+    time = run_time(context, chosen)
+    is_short = context.device.has_known_speed and time.total_s < SHORT_RUN_S
+    return f"without {', '.join(time.not_predicted)}" if is_short and time.not_predicted else ""
 
 
 _LABEL_COLUMNS = 10

@@ -12,6 +12,7 @@ from shardwise.trainer.planning.candidates import (
     ENERGY_RULE,
     RunTotals,
     configuration_of,
+    run_time,
     run_totals,
     start_up_seconds,
 )
@@ -23,6 +24,8 @@ from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_o
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
+from shardwise.trainer.planning.saving import output_disk
+from shardwise.trainer.planning.search.certainty import error_text, part_errors
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload
@@ -30,6 +33,7 @@ from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.optimizers import Optimizer, StateKind
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection
+from shardwise.trainer.spec.report import TimePart
 from shardwise.trainer.spec.strategy import LossHead, Method, Precision
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
@@ -223,7 +227,7 @@ def _saving_line(plan: Plan) -> str:
     often = f"every {' or '.join(every)}" if every else "at the end"
     if schedule.saving_max_share is not None:
         often += f", for at most {schedule.saving_max_share:.0%} of the time"
-    choice = saving_choice(plan, plan.chosen)
+    choice = saving_choice(plan.job, plan.hardware, plan.chosen)
     how = "in the background" if choice.is_background else "while training waits"
     return f"checkpoints{size} {often}; written {how}: {choice.reason}"
 
@@ -301,9 +305,31 @@ def speed_section(plan: Plan, context: PlanningContext) -> Section:
         blocks=(
             Sentence(text=f"a step: {parts}"),
             Bars(caption="parts of a step", rows=bars),
-            *(Sentence(text=text) for text in _totals_lines(plan, totals)),
+            *(Sentence(text=text) for text in (*_time_lines(plan, context), *_totals_lines(plan, totals))),
         ),
     )
+
+
+def _time_lines(plan: Plan, context: PlanningContext) -> Iterator[str]:
+    """The parts of the predicted time of the run, each with its error, and the parts that are not predicted."""
+    if not context.device.has_known_speed:
+        return
+    chosen, time = plan.chosen, run_time(context, plan.chosen)
+    errors = part_errors(context, chosen)
+    known = {part: f"{format_seconds(time_s)} ({error_text(errors[part])})" for part, time_s in time.parts_s.items()}
+    known |= dict.fromkeys(time.not_predicted, "not predicted")
+    parts = [f"{part} {known[part]}" for part in TimePart if part in known]
+    yield f"time of the run, {format_seconds(time.total_s)}: {', '.join(parts)}"
+    yield from _sources_of_time(context)
+
+
+def _sources_of_time(context: PlanningContext) -> Iterator[str]:
+    times, disk = context.corrections.times, output_disk(context)
+    if times.num_runs:
+        runs = "1 run" if times.num_runs == 1 else f"{times.num_runs} runs"
+        yield f"start-up, saving and export as measured in {runs} on this device"
+    elif disk is not None and disk.write_bytes_per_s is not None:
+        yield f"saving and export at {format_bytes(disk.write_bytes_per_s)}/s, as {disk.path} was measured"
 
 
 def _totals_lines(plan: Plan, totals: RunTotals) -> Iterator[str]:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from shardwise.trainer.planning.calibrate import Correction, Factor
-from shardwise.trainer.planning.candidates import configuration_of, prediction_error
+from shardwise.trainer.planning.candidates import configuration_of, prediction_error, run_time
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.tables.gpu_specs import MIG_MARK
 from shardwise.trainer.spec.engines import Engine, Offload
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Candidate, TrialResult
+from shardwise.trainer.spec.report import TimePart
 from shardwise.trainer.spec.strategy import Method, Precision
 from shardwise.trainer.spec.units import format_seconds
 from shardwise.trainer.spec.value import Value
@@ -69,7 +70,7 @@ def is_well_known(card: str) -> bool:
 
 
 def time_error(context: PlanningContext, candidate: Candidate) -> float | None:
-    """Expected error of the predicted time, as a share: the time is within a factor of 1 + this share.
+    """Expected error of the predicted time of a step, as a share: the time is within a factor of 1 + this share.
 
     The larger of those of the device and of the configuration; None if the speed of the device is not known.
     """
@@ -86,6 +87,29 @@ def time_error(context: PlanningContext, candidate: Candidate) -> float | None:
     usual = max(usual, ASSUMED_SPEED if context.shape.is_described else 0.0)  # of its type no step was timed
     learned = max(spread, TRIAL_SPEED if num_runs >= FIRM_RUNS else usual / (num_runs + 1))
     return learned if correction.is_of_class else max(learned, of_configuration)
+
+
+FILES_ERROR = 1.0  # of the rate of a disk, and of what a single run had: a factor of two
+
+
+def part_errors(context: PlanningContext, candidate: Candidate) -> dict[str, float]:
+    """Expected error of each predicted part of the time of a run, as a share; empty if no speed is known."""
+    error = time_error(context, candidate)
+    if error is None:
+        return {}
+    computed = (TimePart.STEPS, TimePart.EVALUATION)
+    return {part: error if part in computed else FILES_ERROR for part in run_time(context, candidate).parts_s}
+
+
+def run_error(context: PlanningContext, candidate: Candidate) -> float | None:
+    """Expected error of the predicted time of a run, as a share: the mean of those of its parts, by their seconds."""
+    errors, parts = part_errors(context, candidate), run_time(context, candidate).parts_s
+    total_s = sum(parts.values())
+    if not errors or not total_s:
+        return time_error(context, candidate)
+    if len(set(errors.values())) == 1:
+        return next(iter(errors.values()))
+    return sum(errors[part] * seconds for part, seconds in parts.items()) / total_s
 
 
 def _correction(context: PlanningContext, candidate: Candidate) -> Correction:

@@ -89,7 +89,7 @@ class Save:
             return pieces
 
         self.pieces = together(ranks, look, doing=self._doing)
-        self._num_bytes = sum(map(int, ranks.exchange(str(self.num_bytes).encode())))
+        self.all_bytes = sum(map(int, ranks.exchange(str(self.num_bytes).encode())))
         self._staged = ""
 
     @property
@@ -143,7 +143,7 @@ class Save:
 
     def _stage(self) -> bytes:
         staging = staging_folder(
-            self._root, self._facts, num_bytes=self._num_bytes, retention=self._retention, on_point=self.on_point
+            self._root, self._facts, num_bytes=self.all_bytes, retention=self._retention, on_point=self.on_point
         )
         return self._held.enter_context(staging).encode()
 

@@ -60,7 +60,7 @@ from shardwise.trainer.runtime.run.state import (
 )
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.messages.extension import Hook
-from shardwise.trainer.spec.messages.rank_files import EVALUATING_PHASE, HOOK_PHASE
+from shardwise.trainer.spec.messages.rank_files import EVALUATING_PHASE, HOOK_PHASE, SAMPLING_PHASE
 from shardwise.trainer.spec.plan import Plan, learning_rate
 from shardwise.trainer.spec.report import Ending, Evaluation
 
@@ -364,6 +364,7 @@ def _sample(session: Session, *, is_before: bool) -> None:
     state, rows = session.state, session.eval_rows or session.train_rows
     if session.tokenizer is None or not session.is_first or not can_sample(session.plan.chosen.strategy.sharding):
         return
+    session.writer.write_status(SAMPLING_PHASE, step=state.step)
     prompt = prompt_of(rows)
     state.prompt = str(session.tokenizer.decode(prompt, skip_special_tokens=True))
     text = continue_prompt(plain_model(session.model), prompt, session.tokenizer)

@@ -63,6 +63,7 @@ from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job import sections as job
 from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.messages.rank_files import REFERENCE_PHASE
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation
 from shardwise.trainer.spec.strategy import LossHead
@@ -473,7 +474,7 @@ def _run_every_row(session: "Session", wants_stop: Callable[[], bool]) -> RowLog
     def goes_on() -> bool:
         nonlocal count
         if count == 0 or count * 10 // total > (count - 1) * 10 // total:
-            session.writer.write_status(f"running the reference, {count * 100 // total} % done")
+            session.writer.write_status(f"{REFERENCE_PHASE}, {count * 100 // total} % done")
         count += 1
         return session.ranks.all_agree(not wants_stop())
 

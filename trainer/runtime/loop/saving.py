@@ -131,6 +131,7 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
             session.in_flight.save, session.in_flight.occasion = BackgroundSave(save), occasion
         else:
             save.run()
+            state.saved_bytes += save.all_bytes if save.is_needed else 0
             _note_saved(session, state.step)
 
 
@@ -294,7 +295,7 @@ class PeriodicSaves:
         plan = session.plan
         self._session = session
         self._timer = SaveTimer(plan.schedule, session.ranks)
-        self._is_background = saving_choice(plan, plan.chosen).is_background
+        self._is_background = saving_choice(plan.job, plan.hardware, plan.chosen).is_background
         self._is_rehearsal = plan.schedule.rehearses_save and not plan.is_trial and session.state.step == 0
         self._is_due = self._is_rehearsal
         self._retry_steps, self._retry_at = 1, math.inf  # a save that failed is tried again at this step
@@ -329,6 +330,7 @@ class PeriodicSaves:
 
     def _rehearse(self) -> None:
         session, state = self._session, self._session.state
+        before = state.saved_bytes
         save_state(session, f"step {state.step}")
         relative = _relative(state.step)
         if state.checkpoint != relative:
@@ -340,6 +342,7 @@ class PeriodicSaves:
             sharding=session.plan.chosen.strategy.sharding,
             ranks=session.ranks,
         )
+        state.saved_bytes += state.saved_bytes - before
 
 
 _SHOWN_ROWS = 8

@@ -43,14 +43,23 @@ from shardwise.trainer.runtime.run.clock import CoreQueue
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.messages.rank_files import (
     HEARTBEAT_BYTES,
-    PARTS_OF_TIME,
     Heartbeat,
     encode_heartbeat,
     heartbeat_path,
+    part_of_time,
     report_room_path,
 )
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Evaluation, Figures, MemoryFigures, Report, RollBack, SpeedFigures, Verified
+from shardwise.trainer.spec.report import (
+    Evaluation,
+    Figures,
+    MemoryFigures,
+    Report,
+    RollBack,
+    SpeedFigures,
+    TimePart,
+    Verified,
+)
 from shardwise.trainer.spec.value import Value
 
 WINDOW_STEPS = 128
@@ -205,6 +214,7 @@ class RunState:
     resumed_from_step: int | None = None
     checkpoint: str | None = None  # newest committed, relative to the run directory
     unsaved: str | None = None  # why the last save failed; None once one succeeded
+    saved_bytes: int = 0  # of checkpoints that training waited for, written and read back, by all ranks
     export: str | None = None
     verified: Verified | None = None
     memory: MemoryFigures = field(default_factory=MemoryFigures)
@@ -315,8 +325,9 @@ class ReportWriter:
         self._num_beats, self._step = 0, 0
         self._phase, self._written_at = "", 0.0  # of status.json, and when it was written
         self._heartbeat: int | None = None  # a descriptor, open while the process lives
-        self._part, self._part_since_s = "", time.monotonic()
-        self.phases_s: dict[str, float] = {}  # seconds so far, as a report has them
+        self._part: TimePart | None = None
+        self._part_since_s = time.monotonic()
+        self.phases_s: dict[str, float] = {}  # seconds so far, by `TimePart`
 
     def write_status(self, phase: str, *, step: int = 0) -> None:
         """Writes the status on rank 0 and a heartbeat on each rank; a full disk is no error.
@@ -344,9 +355,9 @@ class ReportWriter:
 
     def _count_time(self, phase: str) -> None:
         now = time.monotonic()
-        if self._part:
+        if self._part is not None:
             self.phases_s[self._part] = self.phases_s.get(self._part, 0.0) + now - self._part_since_s
-        self._part, self._part_since_s = PARTS_OF_TIME.get(phase, ""), now
+        self._part, self._part_since_s = part_of_time(phase), now
 
     def write_report(self, report: Report) -> None:
         """Writes this rank's report, on a full disk in the room that was reserved for it."""

@@ -26,9 +26,10 @@ from pathlib import Path
 import msgspec
 
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.plan import Candidate, Plan
-from shardwise.trainer.spec.report import Ending
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.job.sections import Job
+from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.report import Ending, TimePart
 from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
 
@@ -40,13 +41,24 @@ STEP_PHASES = frozenset({TRAINING_PHASE, "data", "forward", "backward", "optimiz
 SAVING_PHASE = "saving a checkpoint"
 HOOK_PHASE = "on_step"  # of the user's extensions file, after a step: it may do anything
 EVALUATING_PHASE, EXPORTING_PHASE = "evaluating", "exporting the model"
-# What the time of a phase counts as in a report; that of every other phase is start-up.
-PARTS_OF_TIME = {
-    **dict.fromkeys((*STEP_PHASES, HOOK_PHASE), "steps"),
-    EVALUATING_PHASE: "evaluation",
-    SAVING_PHASE: "saving",
-    EXPORTING_PHASE: "export",
+SAMPLING_PHASE = "writing a sample"
+REFERENCE_PHASE = "running the reference"  # of pairs; its progress follows
+_PARTS_OF_TIME = {
+    **dict.fromkeys((*STEP_PHASES, HOOK_PHASE), TimePart.STEPS),
+    EVALUATING_PHASE: TimePart.EVALUATION,
+    SAVING_PHASE: TimePart.SAVING,
+    SAMPLING_PHASE: TimePart.SAMPLE,
+    EXPORTING_PHASE: TimePart.EXPORT,
 }
+
+
+def part_of_time(phase: str) -> TimePart | None:
+    """The part of a run that the time of a phase counts as; None for what is part of the start-up."""
+    if phase.startswith(REFERENCE_PHASE):
+        return TimePart.EVALUATION
+    return _PARTS_OF_TIME.get(phase)
+
+
 # After these a rank ends.
 END_PHASES = frozenset(ending.value for ending in Ending)
 
@@ -125,19 +137,19 @@ class SavingChoice(Value, frozen=True, kw_only=True):
     reason: str
 
 
-def saving_choice(plan: Plan, chosen: Candidate) -> SavingChoice:
-    """Way in which this candidate of the plan saves; the same on every rank, from the plan alone."""
-    requested = plan.job.checkpoint.is_async
-    snapshot = -(-chosen.memory.checkpoint_bytes // plan.hardware.num_nodes)
+def saving_choice(job: Job, hardware: Hardware, chosen: Candidate) -> SavingChoice:
+    """Way in which a candidate of the plan of this job saves; the same on every rank."""
+    requested = job.checkpoint.is_async
+    snapshot = -(-chosen.memory.checkpoint_bytes // hardware.num_nodes)
     if requested is False:
         return _waits("checkpoint.async is false")
     if chosen.strategy.offload.uses_nvme:
         return _waits("the state is on NVMe already")
-    if requested is None and plan.device_kind is DeviceKind.CPU:
+    if requested is None and hardware.device_kind is DeviceKind.CPU:
         return _waits("the cores that would write are those that train")
     if not snapshot and requested is None:
         return _waits("the size of a checkpoint is not known")
-    free = _free_host_bytes(plan, chosen)
+    free = _free_host_bytes(job, hardware, chosen)
     if free is None and requested is None:
         return _waits("the RAM of the host is not known")
     if free is not None and snapshot > free:
@@ -154,11 +166,11 @@ def _waits(reason: str) -> SavingChoice:
     return SavingChoice(is_background=False, snapshot_bytes=0, reason=reason)
 
 
-def _free_host_bytes(plan: Plan, chosen: Candidate) -> int | None:
+def _free_host_bytes(job: Job, hardware: Hardware, chosen: Candidate) -> int | None:
     """Bytes of a node's RAM that stay free during the run; None if the RAM is unknown."""
-    host, memory = plan.hardware.host, chosen.memory
-    known = [size for size in (plan.job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
+    host, memory = hardware.host, chosen.memory
+    known = [size for size in (job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
     if not known:
         return None
-    on_device = memory.need_bytes * plan.hardware.num_devices_per_node if plan.device_kind is DeviceKind.CPU else 0
+    on_device = memory.need_bytes * hardware.num_devices_per_node if hardware.device_kind is DeviceKind.CPU else 0
     return min(known) - memory.pinned_bytes - memory.host_bytes - on_device
