@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
+from shardwise.launch.commands.ui.chats import Chats
 from shardwise.launch.rundir.files import MAX_METRICS_LINES, is_run_dir, parse_row, read_run, tail_rows
 from shardwise.launch.rundir.lock import LOCK
 from shardwise.launch.rundir.state import Queue, RunState, RunStatus, read_liveness, runs_below, status_of
@@ -94,6 +95,7 @@ class Runs:
         self.own_file = own_file  # a job or a config.json, which the explorer offers
         self.nonce: str | None = None  # of the forms of actions; None: there are none
         self.started: list[Started] = []
+        self.chats = Chats()
         self._lock = Lock()
         self._queue, self._queried_at = Queue(os.environ), time.monotonic()
         self._summaries: dict[str, tuple[object, Summary]] = {}

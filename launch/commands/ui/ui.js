@@ -55,9 +55,9 @@
         ? document.activeElement.dataset.id || document.activeElement.id : "";
       const opened = new Set([...part.querySelectorAll("details[open]")].map((each) => each.dataset.id));
       const checked = new Set([...part.querySelectorAll("input:checked")].map((each) => each.value));
-      const typed = new Map([...part.querySelectorAll("input[maxlength]")].map((each) => [each.name, each.value]));
+      const typed = new Map([...part.querySelectorAll("textarea")].map((each) => [each.name, each.value]));
       part.innerHTML = html;
-      for (const each of part.querySelectorAll("input[maxlength]")) each.value = typed.get(each.name) ?? "";
+      for (const each of part.querySelectorAll("textarea")) each.value = typed.get(each.name) ?? "";
       for (const each of part.querySelectorAll("details")) each.open = opened.has(each.dataset.id);
       for (const each of part.querySelectorAll("input[type=checkbox]")) each.checked = checked.has(each.value);
       if (focused) (part.querySelector(`[data-id="${CSS.escape(focused)}"]`) || document.getElementById(focused))?.focus();
@@ -177,6 +177,12 @@
     const drawn = plot.querySelectorAll(".chart > svg")[1].getBoundingClientRect(), chart = figures(plot);
     const share = Math.min(1, Math.max(0, (event.clientX - drawn.left) / drawn.width));
     readAt(plot, chart.left + share * (chart.right - chart.left));
+  });
+  // Enter sends a question, Shift and Enter begin a new line.
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || !event.target.matches?.("[data-enter]")) return;
+    event.preventDefault();
+    if (!event.target.form.querySelector("button").disabled) event.target.form.requestSubmit();
   });
   document.addEventListener("keydown", (event) => {
     const plot = event.target.closest?.("figure.plot");

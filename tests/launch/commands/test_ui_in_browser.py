@@ -198,7 +198,7 @@ def test_the_list_is_sorted_by_a_column_and_stays_so_when_it_is_renewed(browser:
     up, down, losses, titles, sticky = opened.value
     assert up == sorted(up, key=str.lower) and down == up[::-1] and len(up) >= 3
     assert losses == sorted(losses) and losses
-    assert titles == ["none", "none", "none", "ascending", "none", "none", "none", "none"]
+    assert titles == ["none", "none", "none", "ascending", "none", "none", "none", "none", "none"]
     assert sticky == "sticky" and opened.messages == []
 
 
