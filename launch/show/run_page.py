@@ -451,12 +451,12 @@ def marks_of(run: RecordedRun) -> tuple[Mark, ...]:
     """Restarts, returns to a checkpoint and skipped steps, by step."""
     found: list[Mark] = []
     if run.report is not None:
-        found += [Mark(at=float(each.step), text=_end_text(each)) for each in run.report.history[:-1]]
+        found += [Mark(at=float(each.step), text=_end_of(each)) for each in run.report.history[:-1]]
         found += [
             Mark(at=float(each.from_step), text=f"went back to step {each.to_step}") for each in run.report.roll_backs
         ]
     skipped = dict.fromkeys(step.step for step in run.steps if step.skipped and step.skipped_rows)
-    found += [Mark(at=float(step), text=f"step {step} skipped") for step in skipped]
+    found += [Mark(at=float(step), text="skipped") for step in skipped]
     return tuple(sorted(found, key=lambda mark: mark.at))
 
 
@@ -484,8 +484,11 @@ def _phases(timeline: Sequence[MemoryPoint]) -> Iterator[Span]:
 
 
 def _end_text(record: AttemptRecord) -> str:
-    end = ENDINGS[record.ending] if record.fault is None else FAULTS[record.fault]
-    return f"{end} at step {record.step}"
+    return f"{_end_of(record)} at step {record.step}"
+
+
+def _end_of(record: AttemptRecord) -> str:
+    return ENDINGS[record.ending] if record.fault is None else FAULTS[record.fault]
 
 
 def comparison_page(runs: Sequence[RecordedRun], *, axis: XAxis = XAxis.STEPS) -> Page:

@@ -69,7 +69,10 @@ def test_training_returns_a_run_that_is_reported_exported_and_answers(capsys):
     for question in ("the cat", "and\nthe mat"):
         chats.begin("api", Path("runs", "api"), question).join()
     talk = chats.talk("api")
-    assert [turn.question for turn in talk.turns] == ["the cat", "and\nthe mat"] and "without a chat template" in talk.note
+    assert [turn.question for turn in talk.turns] == [
+        "the cat",
+        "and\nthe mat",
+    ] and "without a chat template" in talk.note
     assert talk.problem == talk.waiting == ""
 
 

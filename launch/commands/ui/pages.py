@@ -132,7 +132,7 @@ def _row(run: Summary) -> Row:
         steps="-" if status.step is None else f"{status.step:,}{of}",
         loss=run.loss if status.loss is None else status.loss,
         spark=_spark(run.curve),
-        eval_loss=status.eval_loss,
+        eval_loss=run.eval_loss if status.eval_loss is None else status.eval_loss,
         rate=run.tokens_per_s or status.tokens_per_s,
         seconds=run.duration_s if left is None else left,
         time=f"{format_seconds(left)} left" if left is not None else "" if spent is None else format_seconds(spent),
@@ -199,10 +199,26 @@ def run_content(runs: Runs, query: Query) -> Content:
         is_live=whole.is_live,
         has_model=(whole.run.run_dir / "export").is_dir(),
         incidents=section_html(sections["incidents"], "card") if "incidents" in sections else "",
-        charts=Markup().join(section_html(section, "card") for section in charts.values() if section.blocks),
+        charts=Markup().join(_chart_card(each) for section in charts.values() for each in _single_charts(section)),
         figures=Markup().join(section_html(section, "card") for section in others),
         more=_settings(whole.run) + _log(whole.run.run_dir) + Markup().join(map(folded_html, folded)),
     )
+
+
+def _single_charts(section: Section) -> Iterator[Section]:
+    """The section, or, if it has several charts, one section for each."""
+    if sum(isinstance(block, LineChart) for block in section.blocks) < 2:
+        yield from [section] if section.blocks else []
+        return
+    for block in section.blocks:
+        if isinstance(block, LineChart):
+            yield replace(section, title=block.caption, blocks=(block,))
+
+
+def _chart_card(section: Section) -> Markup:
+    """A section with one chart, whose caption is shown if it adds something to the title."""
+    captions = [block.caption for block in section.blocks if isinstance(block, LineChart)]
+    return section_html(section, "card plain" if all(section.title in each for each in captions) else "card")
 
 
 def _plotted(block: Block, run: RecordedRun, axis: XAxis, *, is_log: bool) -> Block:
@@ -317,7 +333,7 @@ def comparison_content(runs: Runs, query: Query) -> Content:
     page = comparison_page([whole.run for whole in wholes], axis=XAxis(_choice(query, "x", tuple(XAxis))))
     parts = {True: Markup(), False: Markup()}
     for section in page.sections:
-        parts[_has_chart(section)] += section_html(section, "card")
+        parts[_has_chart(section)] += _chart_card(section)
     return content_of(
         "compare.html",
         page.title,

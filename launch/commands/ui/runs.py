@@ -47,6 +47,7 @@ class Summary(NamedTuple):
     plan: Plan | None = None
     duration_s: float | None = None  # of the attempts that ended
     loss: float | None = None  # by the report
+    eval_loss: float | None = None  # the last one, by the report
     tokens_per_s: float | None = None  # of all devices, by the report
     curve: Points = ()  # of the loss
     problem: str | None = None  # why there is no status
@@ -221,6 +222,7 @@ def _with_report(summary: Summary, report: Report) -> Summary:
     return summary._replace(
         duration_s=report.duration_s,
         loss=report.final_loss,
+        eval_loss=report.evaluations[-1].loss if report.evaluations else None,
         tokens_per_s=report.tokens_per_s,
     )
 
