@@ -190,8 +190,8 @@ def run_content(runs: Runs, query: Query) -> Content:
         what="" if plan is None else run_text(plan),
         selects=(
             _select("smooth", "Smooth the loss by", SMOOTHINGS, query),
-            _select("x", "Over", tuple(XAxis), query),
-            _select("scale", "Scale", SCALES, query),
+            _select("x", "X axis", tuple(XAxis), query),
+            _select("scale", "Y axis", SCALES, query),
         ),
         error="" if report is None or whole.is_live else report.error or "",
         tiles=list(_tiles(whole)),
@@ -293,7 +293,12 @@ def _tiles(whole: WholeRun) -> Iterator[Tile]:
         compared = f"{rate / expected:.0%} of the predicted {format_count(expected)}" if expected else ""
         mfu = f"MFU {view.mfu:.1%}" if view.mfu is not None else ""
         share = rate / expected if expected else None
-        yield Tile("tokens/s", format_count(rate), (view.rate_of, compared, mfu), share=share)
+        yield Tile(
+            "tokens/s",
+            format_count(rate),
+            (f"over the {view.rate_of.removeprefix('the ')}", compared, mfu),
+            share=share,
+        )
     if view.memory is not None and (view.memory.used_bytes or view.memory.peak_bytes):
         yield _memory_tile(view.memory)
     card = view.card
@@ -341,7 +346,7 @@ def comparison_content(runs: Runs, query: Query) -> Content:
         api="/api/compare",
         every_s=LIVE_S if any(whole.is_live for whole in wholes) else IDLE_S,
         names=names,
-        selects=(_select("x", "Over", tuple(XAxis), query),),
+        selects=(_select("x", "X axis", tuple(XAxis), query),),
         figures=parts[False],
         charts=parts[True],
     )

@@ -149,7 +149,7 @@
       const share = chart.right > chart.left ? (place.x - chart.left) / (chart.right - chart.left) : 0.5;
       const left = drawn.left - frame.left + share * drawn.width;
       line.style.left = `${left}px`;
-      line.style.top = `${drawn.top - frame.top + 10}px`;
+      line.style.top = `${drawn.bottom - frame.top - 204}px`;  // of the plot: 180 high, above the figures of the axis
       const close = 0.005 * (chart.right - chart.left);  // a series is read at its own points, a level everywhere
       const rows = chart.series.map((each, number) => [each.name, nearest(each.points, place.x), number, each.level])
         .filter(([, point, , level]) => point && point[1] !== null && (level || Math.abs(point[0] - place.x) <= close));

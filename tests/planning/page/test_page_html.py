@@ -210,7 +210,7 @@ def test_an_area_goes_along_its_upper_edge_and_back_along_the_lower() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
-        (0, 10, (0, 5, 10)), (0, 8, (0, 2, 4, 6, 8)), (0.2, 0.9, (0.2, 0.4, 0.6, 0.8)), (-1, 1, (-1, -0.5, 0, 0.5, 1)),
+        (0, 10, (0, 2, 4, 6, 8, 10)), (0, 8, (0, 2, 4, 6, 8)), (0.2, 0.9, (0.2, 0.4, 0.6, 0.8)), (-1, 1, (-1, -0.5, 0, 0.5, 1)),
         (3, 3, (3,)), (1, 300, (0, 100, 200, 300)[1:]),
     ],
 )  # fmt: skip
@@ -228,7 +228,7 @@ def test_ticks_are_few_and_within(low: float, share: float) -> None:
 
 def test_ticks_are_round_in_the_unit_they_are_written_in() -> None:
     found = [Unit.BYTES.text(tick) for tick in page_html.unit_ticks(0, 244 * 2**20, Unit.BYTES)]
-    assert found == ["0 B", "100 MiB", "200 MiB"]
+    assert found == ["0 B", "50 MiB", "100 MiB", "150 MiB", "200 MiB"]
     assert page_html.unit_ticks(0, 3600, Unit.SECONDS) == (0, 1200, 2400, 3600)
 
 

@@ -143,7 +143,7 @@ def _table(table: Table) -> Iterator[str]:
 
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 180
 MOST_POINTS = 400  # of a line: more are not visible, and would make a page of a long run large
-_MOST_TICKS = 5
+_MOST_TICKS = 6
 _SCALES = {Unit.BYTES: (TIB, GIB, MIB, KIB), Unit.SECONDS: (86400, 3600, 60)}
 _ROOM_ABOVE = 0.05  # of the range, so that the highest line is not the edge
 
@@ -231,7 +231,8 @@ STYLE = f"{_SHEET}{_hues(_LIGHT)}@media (prefers-color-scheme: dark) {{\n{_hues(
 _BAR_HEIGHT = 22
 _ROW_HEIGHT, _TEXT_AT, _THIN, _THIN_AT = 34, 14, 10, 19  # of a row: text above a thin bar
 _ABOVE, _BELOW = 10, 24  # a plot: room for half a line of text, and for the figures of the x axis
-_NAMED_MARKS = 5  # at most, with their text on the plot; otherwise the text is a tooltip
+_NAMED_MARKS = 5  # at most, with their text above the plot; otherwise the text is a tooltip
+_MARK_HEIGHT = 14  # of such a text
 
 
 def cell(tag: str, text: str, *, is_right: bool = False, is_best: bool = False) -> str:
@@ -322,29 +323,31 @@ def line_chart_html(chart: LineChart) -> Iterator[str]:
     if axes is None:
         return
     values = log_ticks(axes.bottom, axes.top) if axes.is_log else unit_ticks(axes.bottom, axes.top, chart.unit)
-    heights = [(value, _ABOVE + axes.y(value)) for value in values]
-    height = _ABOVE + PLOT_HEIGHT + _BELOW
+    marks = [mark for mark in chart.marks if axes.left <= mark.at <= axes.right]
+    above = _ABOVE + (_MARK_HEIGHT * len(marks) if len(marks) <= _NAMED_MARKS else 0)
+    heights = [(value, above + axes.y(value)) for value in values]
+    height = above + PLOT_HEIGHT + _BELOW
     yield f"<h3>{escape(chart.caption)}</h3>"
     yield _keys(_series_keys(chart))
     yield f'<div class="chart"><svg height="{height}">'
     for value, top in heights:
         yield f'<text class="faint" x="100%" y="{top + 4:.1f}" text-anchor="end">{chart.unit.text(value)}</text>'
     yield f'</svg><svg height="{height}" role="img" aria-label="{escape(chart.caption)}">'
-    yield from _bands(chart, axes)
+    yield from _bands(chart, axes, above)
     yield from (f'<line class="grid" x1="0" x2="100%" y1="{top:.1f}" y2="{top:.1f}"/>' for _, top in heights)
     box = f'viewBox="0 0 {PLOT_WIDTH} {PLOT_HEIGHT}" preserveAspectRatio="none"'
-    yield f'<svg y="{_ABOVE}" width="100%" height="{PLOT_HEIGHT}" {box}>'
+    yield f'<svg y="{above}" width="100%" height="{PLOT_HEIGHT}" {box}>'
     yield from _paths(chart, axes)
     yield "</svg>"
-    yield from _marks(chart.marks, axes)
+    yield from _marks(marks, axes, above)
     beyond = _beyond(chart, axes)
     yield from (
-        f'<text class="faint" x="{axes.x_share(x):.2%}" y="{_ABOVE + 2}" text-anchor="middle" aria-hidden="true">'
+        f'<text class="faint" x="{axes.x_share(x):.2%}" y="{above + 2}" text-anchor="middle" aria-hidden="true">'
         f"\u25b2<title>{escape(chart.unit.text(y))}</title></text>"
         for x, y in beyond
     )
     labels = ((value, chart.x_unit.text(value)) for value in unit_ticks(axes.left, axes.right, chart.x_unit))
-    yield from _x_ticks(labels, axes, _ABOVE + PLOT_HEIGHT + 16)
+    yield from _x_ticks(labels, axes, above + PLOT_HEIGHT + 16)
     yield f'</svg></div>\n<p class="axis">{escape(_beyond_text(chart, beyond) + chart.x_label)}</p>'
 
 
@@ -375,25 +378,25 @@ def _paths(chart: LineChart, axes: Axes) -> Iterator[str]:
             yield f'<path class="line{dashed} c{number % NUM_COLOURS}" d="{path}"/>'
 
 
-def _bands(chart: LineChart, axes: Axes) -> Iterator[str]:
+def _bands(chart: LineChart, axes: Axes, above: float) -> Iterator[str]:
     places = _band_places(chart)
     for band in chart.bands:
         left, right = axes.x_share(band.begin), axes.x_share(band.end)
-        yield _rect(f"band c{places[band.text]}", left, right - left, _ABOVE, PLOT_HEIGHT, title=band.text)
+        yield _rect(f"band c{places[band.text]}", left, right - left, above, PLOT_HEIGHT, title=band.text)
 
 
-def _marks(marks: Sequence[Mark], axes: Axes) -> Iterator[str]:
-    """A line each; if they are few, with its text on the side that has room."""
-    seen = [mark for mark in marks if axes.left <= mark.at <= axes.right]
-    for number, mark in enumerate(seen):
+def _marks(marks: Sequence[Mark], axes: Axes, above: float) -> Iterator[str]:
+    """A line each; if they are few, with its text above the plot, on the side that has room."""
+    is_named = len(marks) <= _NAMED_MARKS
+    for number, mark in enumerate(marks):
         share, text = axes.x_share(mark.at), escape(mark.text)
-        place = f'x1="{share:.2%}" x2="{share:.2%}" y1="{_ABOVE}" y2="{_ABOVE + PLOT_HEIGHT}"'
+        begin = _MARK_HEIGHT * number + 2 if is_named else above
+        place = f'x1="{share:.2%}" x2="{share:.2%}" y1="{begin}" y2="{above + PLOT_HEIGHT}"'
         yield f'<line class="mark" {place}><title>{text}</title></line>'
-        if len(seen) <= _NAMED_MARKS:
+        if is_named:
             anchor, shift = ("end", -4) if share > 0.5 else ("start", 4)
-            top = _ABOVE + 12 + 15 * number
             yield (
-                f'<text class="halo" x="{share:.2%}" dx="{shift}" y="{top}" text-anchor="{anchor}">'
+                f'<text class="halo" x="{share:.2%}" dx="{shift}" y="{begin + 10}" text-anchor="{anchor}">'
                 f"{escape(_short(mark.text))}</text>"
             )
 
