@@ -143,7 +143,7 @@ def _table(table: Table) -> Iterator[str]:
 
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 180
 MOST_POINTS = 400  # of a line: more are not visible, and would make a page of a long run large
-_MOST_TICKS = 6
+_MOST_TICKS, _MOST_X_TICKS = 6, 5  # the latter are side by side
 _SCALES = {Unit.BYTES: (TIB, GIB, MIB, KIB), Unit.SECONDS: (86400, 3600, 60)}
 _ROOM_ABOVE = 0.05  # of the range, so that the highest line is not the edge
 
@@ -255,7 +255,7 @@ def stacked_bar_html(bar: StackedBar) -> Iterator[str]:
         )
         left += width
     yield "</svg>"
-    yield f"{scrolling('table')}<table>"
+    yield f'{scrolling("table")}<table class="legend">'
     for number, (name, size) in enumerate(bar.parts.items()):
         key = f'<td><span class="key c{number % NUM_COLOURS}"></span></td>'
         yield f"<tr>{key}{cell('td', name)}{cell('td', format_bytes(size), is_right=True)}</tr>"
@@ -312,7 +312,9 @@ def spans_svg(spans: Spans) -> Iterator[str]:
         yield _rect(f"part c{number % NUM_COLOURS}", span.begin / end, width, top + _THIN_AT, _THIN)
     axes = Axes(0.0, end, 0.0, 1.0)
     yield from _x_ticks(
-        ((value, spans.unit.text(value)) for value in unit_ticks(0.0, end, spans.unit)), axes, height + 16
+        ((value, spans.unit.text(value)) for value in unit_ticks(0.0, end, spans.unit, _MOST_X_TICKS)),
+        axes,
+        height + 16,
     )
     yield "</svg>"
 
@@ -346,9 +348,11 @@ def line_chart_html(chart: LineChart) -> Iterator[str]:
         f"\u25b2<title>{escape(chart.unit.text(y))}</title></text>"
         for x, y in beyond
     )
-    labels = ((value, chart.x_unit.text(value)) for value in unit_ticks(axes.left, axes.right, chart.x_unit))
+    labels = (
+        (value, chart.x_unit.text(value)) for value in unit_ticks(axes.left, axes.right, chart.x_unit, _MOST_X_TICKS)
+    )
     yield from _x_ticks(labels, axes, above + PLOT_HEIGHT + 16)
-    yield f'</svg></div>\n<p class="axis">{escape(_beyond_text(chart, beyond) + chart.x_label)}</p>'
+    yield f'</svg></div>\n<p class="axis">{escape(chart.x_label)}</p>{_beyond_html(chart, beyond)}'
 
 
 def _beyond(chart: LineChart, axes: Axes) -> list[tuple[float, float]]:
@@ -357,13 +361,14 @@ def _beyond(chart: LineChart, axes: Axes) -> list[tuple[float, float]]:
     return sorted(found)
 
 
-def _beyond_text(chart: LineChart, beyond: Sequence[tuple[float, float]]) -> str:
+def _beyond_html(chart: LineChart, beyond: Sequence[tuple[float, float]]) -> str:
     if not beyond:
         return ""
     x, y = max(beyond, key=lambda point: point[1])
-    number = f"{len(beyond)} values" if len(beyond) > 1 else "one value"
+    number = f"{len(beyond)} values are" if len(beyond) > 1 else "one value is"
     at = f"{chart.x_label} {chart.x_unit.text(x)}"
-    return f"\u25b2 {number} above the chart, {chart.unit.text(y)} at {at} the highest; "
+    text = f"\u25b2 {number} above the chart; the highest is {chart.unit.text(y)}, at {at}"
+    return f'<p class="axis">{escape(text)}</p>'
 
 
 def _paths(chart: LineChart, axes: Axes) -> Iterator[str]:
@@ -500,21 +505,21 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
     return tuple(within) if len(within) > 1 else tuple(value for value in ticks(low, high) if value > 0)
 
 
-def ticks(low: float, high: float) -> tuple[float, ...]:
-    """Round figures from `low` to `high`, at most _MOST_TICKS of them, a step of 1, 2 or 5 apart."""
+def ticks(low: float, high: float, most: int = _MOST_TICKS) -> tuple[float, ...]:
+    """Round figures from `low` to `high`, at most `most` of them, a step of 1, 2 or 5 apart."""
     if not high > low:
         return (low,)
-    raw = (high - low) / (_MOST_TICKS - 1)
+    raw = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return tuple(number * step for number in range(first, last + 1))
 
 
-def unit_ticks(low: float, high: float, unit: Unit) -> tuple[float, ...]:
+def unit_ticks(low: float, high: float, unit: Unit, most: int = _MOST_TICKS) -> tuple[float, ...]:
     """Figures that are round in the unit that they are written in: 200 MiB, 15 min."""
     scale = next((size for size in _SCALES.get(unit, ()) if max(abs(low), abs(high)) >= 2 * size), 1)
-    return tuple(scale * value for value in ticks(low / scale, high / scale))
+    return tuple(scale * value for value in ticks(low / scale, high / scale, most))
 
 
 def line_path(points: Points, axes: Axes) -> str:
