@@ -278,15 +278,16 @@ def lr_chart(run: RecordedRun) -> LineChart:
 
 def device_charts(run: RecordedRun) -> tuple[LineChart, ...]:
     """Shares of use, power and temperature of the device of rank 0; without a line where they are not measured."""
+    has_padding = any(step.padding_share for step in run.curve)
     shares = _measured(
         ("GPU busy", points_of(run, lambda step: step.gpu_utilization)),
         ("MFU", points_of(run, lambda step: step.mfu)),
-        ("padding", points_of(run, lambda step: step.padding_share or None)),
+        ("padding", points_of(run, lambda step: step.padding_share) if has_padding else ()),
     )
     power = _measured(("power", points_of(run, lambda step: step.gpu_power_w)))
     heat = _measured(("temperature", points_of(run, lambda step: step.gpu_temperature_c)))
     return (
-        _chart(run, "GPU busy, model FLOPs utilisation, padding", Unit.SHARE, shares),
+        _chart(run, ", ".join(each.name for each in shares), Unit.SHARE, shares),
         _chart(run, "power of the GPU in watts", Unit.NUMBER, power),
         _chart(run, "temperature of the GPU in degrees Celsius", Unit.NUMBER, heat, from_zero=False),
     )

@@ -216,6 +216,7 @@ svg text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
 .line { fill: none; stroke: var(--hue); stroke-width: 1.8px; stroke-linejoin: round; stroke-linecap: round;
         vector-effect: non-scaling-stroke; }
 .line.dashed { stroke-dasharray: 6 5; stroke-linecap: butt; } .line.faint { stroke-opacity: 0.4; }
+.line.dot { stroke-width: 6px; }
 .area { fill: var(--hue); fill-opacity: 0.75; } .band { fill: var(--hue); fill-opacity: 0.16; }
 .grid { stroke: var(--line); } .mark { stroke: var(--ink); stroke-dasharray: 2 3; }
 """
@@ -381,6 +382,10 @@ def _paths(chart: LineChart, axes: Axes) -> Iterator[str]:
         path = line_path(series.points, axes)
         if path:
             yield f'<path class="line{dashed} c{number % NUM_COLOURS}" d="{path}"/>'
+        lone = [part[0] for part in parts_of(_on_scale(series.points, axes)) if len(part) == 1]
+        if lone:
+            dots = " ".join(_polyline([(axes.x(x), axes.y(y))]) for x, y in lone)
+            yield f'<path class="line dot c{number % NUM_COLOURS}" d="{dots}"/>'
 
 
 def _bands(chart: LineChart, axes: Axes, above: float) -> Iterator[str]:
@@ -524,9 +529,13 @@ def unit_ticks(low: float, high: float, unit: Unit, most: int = _MOST_TICKS) -> 
 
 def line_path(points: Points, axes: Axes) -> str:
     """The `d` of a path through the points; empty where there is none."""
-    if axes.is_log:
-        points = tuple((x, None if y is None or not y > 0 else y) for x, y in points)
-    return " ".join(_polyline([(axes.x(x), axes.y(y)) for x, y in part]) for part in parts_of(points))
+    parts = parts_of(_on_scale(points, axes))
+    return " ".join(_polyline([(axes.x(x), axes.y(y)) for x, y in part]) for part in parts)
+
+
+def _on_scale(points: Points, axes: Axes) -> Points:
+    """The points, with gaps for what a log scale cannot show."""
+    return tuple((x, None if y is None or not y > 0 else y) for x, y in points) if axes.is_log else points
 
 
 def area_path(lower: Points, upper: Points, axes: Axes) -> str:
