@@ -56,10 +56,12 @@
       const opened = new Set([...part.querySelectorAll("details[open]")].map((each) => each.dataset.id));
       const checked = new Set([...part.querySelectorAll("input:checked")].map((each) => each.value));
       const typed = new Map([...part.querySelectorAll("textarea")].map((each) => [each.name, each.value]));
+      const below = fromEnd(part);
       part.innerHTML = html;
       for (const each of part.querySelectorAll("textarea")) each.value = typed.get(each.name) ?? "";
       for (const each of part.querySelectorAll("details")) each.open = opened.has(each.dataset.id);
       for (const each of part.querySelectorAll("input[type=checkbox]")) each.checked = checked.has(each.value);
+      toEnd(part, below);
       if (focused) (part.querySelector(`[data-id="${CSS.escape(focused)}"]`) || document.getElementById(focused))?.focus();
     }
     filter();
@@ -67,6 +69,18 @@
     sort();
     if (at !== null) read(at);
   }
+
+  // The log begins at its end, and stays where it was read.
+  const log = "details[data-id=log] pre";
+  function fromEnd(part) {
+    const found = part.querySelector(log);
+    return found ? found.scrollHeight - found.scrollTop - found.clientHeight : 0;
+  }
+  function toEnd(part, below) {
+    const found = part.querySelector(log);
+    if (found) found.scrollTop = found.scrollHeight - found.clientHeight - below;
+  }
+  document.addEventListener("toggle", (event) => { if (event.target.dataset.id === "log") toEnd(document, 0); }, true);
 
   // The list: a filter, and the runs to compare.
   const box = document.getElementById("filter"), button = document.getElementById("compare-button");

@@ -97,12 +97,16 @@ def _section(section: Section) -> Iterator[str]:
     yield "</section>"
 
 
+_MANY_LINES = 20
+
+
 def block_html(block: Block) -> Iterator[str]:
     """A block, escaped, in the classes of `STYLE`."""
     if isinstance(block, Sentence):
         yield f"<p>{escape(block.text)}</p>"
     elif isinstance(block, Quote):
-        yield f"<h3>{escape(block.label)}</h3>\n<pre>{escape(block.text)}</pre>"
+        focus = ' tabindex="0"' if block.text.count("\n") > _MANY_LINES else ""  # a page may limit its height
+        yield f"<h3>{escape(block.label)}</h3>\n<pre{focus}>{escape(block.text)}</pre>"
     elif isinstance(block, Table):
         yield from _table(block)
     else:
