@@ -208,9 +208,9 @@ def chat(
     max_new_tokens: int = 512,
     checkpoint: str | None = None,
 ) -> str:
-    """The trained model's reply to one question, which is one line; the model is loaded for this call alone."""
+    """The trained model's reply to one question; the model is loaded for this call alone."""
     options = ChatOptions(_run_dir(run), checkpoint, max_new_tokens, temperature=temperature, system=system)
-    return reply_to(question, options)
+    return reply_to((question,), options).text
 
 
 def _run_dir(run: RunResult | str | Path) -> Path:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path, PurePosixPath
@@ -173,6 +174,23 @@ def test_every_picture_is_shown_small_and_what_the_command_takes() -> None:
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG") and len(content) <= 150_000, path.name
         assert f'"{path.stem}"' in script
+
+
+def test_the_badges_state_facts_of_the_package() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    facts = "\n".join(project["classifiers"])
+    versions = re.findall(r"Python :: (3\.\d+)", facts)
+    paths = (REPOSITORY / "docs" / "badges").iterdir()
+    titles = {path.name: re.search(r"<title>(.*)</title>", path.read_text())[1] for path in paths}
+    assert titles == {
+        "licence.svg": f"licence: {project['license']}",
+        "python.svg": f"python: {' | '.join(versions)}",
+        "platform.svg": f"platform: {re.search(r'Operating System :: POSIX :: (.*)', facts)[1]}",
+    }
+    assert (
+        set(re.findall(r"badges/([\w.]+)", README)) == titles.keys()
+        and f"Python {versions[0]} to {versions[-1]}" in README
+    )
 
 
 @pytest.mark.cold

@@ -9,8 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from shardwise.launch.inputs.hub import check_target, upload
 from shardwise.launch.inputs.model_files import ModelFiles, download_model, find_config, read_model_config
@@ -175,18 +178,31 @@ def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
         raise EnvironmentFaultError(f"chat: the process that held the model ended with {exit_code}") from None
 
 
-def reply_to(question: str, options: ChatOptions) -> str:
-    """The model's reply to one question of one line, from a process of its own; ShardwiseError if there is none."""
-    if "\n" in question.strip():
-        raise InputError("question: has several lines; a chat reads each line as a question")
+class ChatReply(NamedTuple):
+    """A reply, and how it was made: `runs/x/export on cpu, by the tokenizer's chat template`."""
+
+    text: str
+    note: str
+
+
+def reply_to(texts: Sequence[str], options: ChatOptions) -> ChatReply:
+    """The model's reply to the last text, from a process of its own; ShardwiseError if there is none.
+
+    The texts before it are earlier questions and replies in turn.
+    """
     argv, environment = chat_process(options)
     done = subprocess.run(
-        argv, env=environment, input=f"{question.strip()}\n", capture_output=True, text=True, check=False
+        [*argv, "--turns"],
+        env=environment,
+        input=msgspec.json.encode(list(texts)).decode(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != ExitCode.DONE:
-        error = done.stderr.strip().removeprefix("shardwise: ") or f"chat ended with {done.returncode}"
+        error = done.stderr.strip().rpartition("shardwise: ")[2] or f"chat ended with {done.returncode}"
         raise (InputError if done.returncode == ExitCode.INPUT else EnvironmentFaultError)(error)
-    return done.stdout.strip()
+    return ChatReply(done.stdout.strip(), done.stderr.strip())
 
 
 def chat_process(options: ChatOptions) -> tuple[list[str], dict[str, str]]:

@@ -280,15 +280,16 @@ def lr_chart(run: RecordedRun) -> LineChart:
 
 def device_charts(run: RecordedRun) -> tuple[LineChart, ...]:
     """Shares of use, power and temperature of the device of rank 0; without a line where they are not measured."""
+    has_padding = any(step.padding_share for step in run.curve)
     shares = _measured(
         ("GPU busy", points_of(run, lambda step: step.gpu_utilization)),
         ("MFU", points_of(run, lambda step: step.mfu)),
-        ("padding", points_of(run, lambda step: step.padding_share or None)),
+        ("padding", points_of(run, lambda step: step.padding_share) if has_padding else ()),
     )
     power = _measured(("power", points_of(run, lambda step: step.gpu_power_w)))
     heat = _measured(("temperature", points_of(run, lambda step: step.gpu_temperature_c)))
     return (
-        _chart(run, "GPU busy, model FLOPs utilisation, padding", Unit.SHARE, shares),
+        _chart(run, ", ".join(each.name for each in shares), Unit.SHARE, shares),
         _chart(run, "power of the GPU in watts", Unit.NUMBER, power),
         _chart(run, "temperature of the GPU in degrees Celsius", Unit.NUMBER, heat, from_zero=False),
     )
@@ -453,12 +454,12 @@ def marks_of(run: RecordedRun) -> tuple[Mark, ...]:
     """Restarts, returns to a checkpoint and skipped steps, by step."""
     found: list[Mark] = []
     if run.report is not None:
-        found += [Mark(at=float(each.step), text=_end_text(each)) for each in run.report.history[:-1]]
+        found += [Mark(at=float(each.step), text=_end_of(each)) for each in run.report.history[:-1]]
         found += [
             Mark(at=float(each.from_step), text=f"went back to step {each.to_step}") for each in run.report.roll_backs
         ]
     skipped = dict.fromkeys(step.step for step in run.steps if step.skipped and step.skipped_rows)
-    found += [Mark(at=float(step), text=f"step {step} skipped") for step in skipped]
+    found += [Mark(at=float(step), text="skipped") for step in skipped]
     return tuple(sorted(found, key=lambda mark: mark.at))
 
 
@@ -486,8 +487,11 @@ def _phases(timeline: Sequence[MemoryPoint]) -> Iterator[Span]:
 
 
 def _end_text(record: AttemptRecord) -> str:
-    end = ENDINGS[record.ending] if record.fault is None else FAULTS[record.fault]
-    return f"{end} at step {record.step}"
+    return f"{_end_of(record)} at step {record.step}"
+
+
+def _end_of(record: AttemptRecord) -> str:
+    return ENDINGS[record.ending] if record.fault is None else FAULTS[record.fault]
 
 
 def comparison_page(runs: Sequence[RecordedRun], *, axis: XAxis = XAxis.STEPS) -> Page:

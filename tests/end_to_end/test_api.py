@@ -7,8 +7,7 @@ import pytest
 from typed_command import in_empty_home
 
 import shardwise
-from shardwise.launch.commands.ui.actions import Actions
-from shardwise.launch.commands.ui.runs import Runs
+from shardwise.launch.commands.ui.chats import Chats
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +65,15 @@ def test_training_returns_a_run_that_is_reported_exported_and_answers(capsys):
     assert (exported / "config.json").is_file()
     assert (exported / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
     assert isinstance(shardwise.chat(run, "the cat", max_new_tokens=2, temperature=0), str)
-    with pytest.raises(shardwise.ShardwiseError, match="lines"):
-        shardwise.chat(run, "the cat\nsat")
-    asked = {"action": ["ask"], "name": ["api"], "question": ["the cat"]}
-    assert Actions(Runs(Path("runs"))).act(asked).startswith("the cat\n\n"), "a page of shardwise ui"
+    chats = Chats()  # of the pages of shardwise ui
+    for question in ("the cat", "and\nthe mat"):
+        chats.begin("api", Path("runs", "api"), question).join()
+    talk = chats.talk("api")
+    assert [turn.question for turn in talk.turns] == [
+        "the cat",
+        "and\nthe mat",
+    ] and "without a chat template" in talk.note
+    assert talk.problem == talk.waiting == ""
 
 
 @pytest.mark.parametrize(

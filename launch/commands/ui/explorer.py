@@ -8,28 +8,18 @@ a form is opened.
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from html import escape
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
-from urllib.parse import urlencode
 
+from markupsafe import Markup
 from msgspec.structs import replace
 
 from shardwise.launch.commands.plan import is_job_file, machines, plan_command, start_and_repeat
-from shardwise.launch.commands.ui.pages import (
-    Content,
-    Query,
-    action_form,
-    badge,
-    bar,
-    folded_html,
-    lines,
-    section_html,
-    tile,
-)
+from shardwise.launch.commands.ui.pages import Query, folded_html, section_html
+from shardwise.launch.commands.ui.render import Content, Tile, address, blocks_of, content_of
 from shardwise.launch.commands.ui.runs import Runs
 from shardwise.launch.commands.ways_out import WayOut, ways_out
 from shardwise.launch.commands.ways_out import page as no_plan_page
@@ -49,7 +39,6 @@ from shardwise.trainer.planning.explain.first_screen import (
     without_text,
 )
 from shardwise.trainer.planning.explain.plan_page import plan_page
-from shardwise.trainer.planning.page.html import scrolling
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, run_error
 from shardwise.trainer.planning.tables.gpu_names import match_card
@@ -68,7 +57,7 @@ METHODS = ("auto", *(method.value for method in Method))
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 MOST = {"seq_len": 10**7, "gpus": 16, "nodes": 1024, "tokens": 10**16, "take": 99}
 _FOLDED = ("choice", "memory", "speed", "why", "runners-up", "opt-ins", "fallbacks", "rejected", "notes")
-_NO_PLAN = dict.fromkeys(("verdict", "memory", "ways", "command", "more"), "")
+_NO_PLAN = ("problem", "fits", "tried", "lead", "missing", "memory", "ways", "back", "methods", "commands", "more")
 _BY_DEFAULT = (Allowance.COMPILE, Allowance.OFFLOAD_CPU)  # of which opting in changes nothing
 _OPT_INS = complete(
     Allowance,
@@ -184,20 +173,37 @@ def plan_content(runs: Runs, query: Query) -> Content:
         parts = plan_parts(form, _stamp(runs.own_file))
         own, is_here = runs.own_file, form.card == HERE
         if runs.nonce is not None and own is not None and form.model == str(own) and is_here and is_job_file(own):
-            parts = {**parts, "command": parts["command"] + _start_form(runs.nonce, form)}
+            fields = {name: str(value) for name, value in form.query.items() if name != "allow"}
+            start = blocks_of("start.html", nonce=runs.nonce, fields={**fields, "allow": ",".join(form.allow)})
+            parts = {**parts, "command": parts["command"] + start["start"]}
     except ShardwiseError as error:
-        parts = {**_NO_PLAN, "verdict": f'<p class="alert">{lines(short(str(error)))}</p>'}
-    fields = form_html(form, runs.own_file)
-    head = f'<div class="title"><h1>Plan</h1><p class="sub">What fits, and how long it runs</p></div>{fields}'
-    return Content(f"{form.model}: plan", head, parts, "/plan", "/api/plan")
+        parts = _planned(problem=short(str(error)))
+    return content_of(
+        "plan.html",
+        f"{form.model}: plan",
+        place="/plan",
+        api="/api/plan",
+        form=form._asdict(),
+        models=_models(runs.own_file),
+        methods=[(each, each) for each in METHODS],
+        cards=_cards(),
+        most=MOST,
+        lengths=LENGTHS,
+        opt_ins=[(each, text) for each, text in _OPT_INS.items() if each not in _BY_DEFAULT],
+    )._replace(parts=parts)
 
 
-def _start_form(nonce: str, form: Form) -> str:
-    """A button that starts the training of the own job."""
-    fields = {name: str(value) for name, value in form.query.items() if name != "allow" and value is not None}
-    fields["allow"] = ",".join(form.allow)
-    text = "It runs on this machine as a process of its own, and appears among the runs."
-    return action_form(nonce, "start", "Start this training", text, fields)
+def _cards() -> list[tuple[str, str]]:
+    by_name = sorted(GPU_SPECS.values(), key=lambda spec: spec.name)
+    return [
+        (HERE, "this machine"),
+        *((each.name, f"{each.name}, {format_bytes(each.memory_bytes)}") for each in by_name),
+    ]
+
+
+def _models(own: Path | None) -> list[tuple[str, str]]:
+    known = [(each.name, format_count(each.parameters) if each.parameters else "") for each in known_models()]
+    return known if own is None else [(str(own), "the file of the command line"), *known]
 
 
 def _stamp(own: Path | None) -> int:
@@ -231,49 +237,61 @@ def plan_parts(form: Form, _stamp_of_file: int = 0) -> dict[str, str]:
             ((_, inputs),) = machines(options)
             plan = take_candidate(plan_inputs(inputs, profile_data(inputs)), options.take)
     except NothingFitsError as error:
-        return {**_NO_PLAN, **_no_plan(error, options, form), "command": _command(command)}
+        return _no_plan(error, options, form, command)
     context = context_of(plan)
     sections = {section.name: section for section in plan_page(plan).sections}
     memory, methods = sections["memory"], sections["methods"]
     sections["memory"] = replace(memory, title="memory at every event of a step", blocks=memory.blocks[1:])
-    more = "".join(folded_html(sections[name]) for name in _FOLDED if name in sections)
-    return {
-        "verdict": verdict_html(plan, context),
-        "memory": section_html(replace(memory, blocks=memory.blocks[:1]), "card"),
-        "ways": _ways(plan, context, form) + section_html(replace(methods, blocks=methods.blocks[:1]), "card"),
-        "command": _command(command, *start_and_repeat(options, inputs)[0]),
-        "more": more,
-    }
+    return _planned(
+        **_verdict(plan, context),
+        memory=section_html(replace(memory, blocks=memory.blocks[:1]), "card"),
+        ways=_ways(plan, context, form),
+        back=address("/plan", **form._replace(take=1).query) if form.take > 1 else "",
+        take=form.take,
+        methods=section_html(replace(methods, blocks=methods.blocks[:1]), "card"),
+        commands=[command, *start_and_repeat(options, inputs)[0]],
+        more=Markup().join(folded_html(sections[name]) for name in _FOLDED if name in sections),
+    )
 
 
-def _no_plan(error: NothingFitsError, options: PlanOptions, form: Form) -> dict[str, str]:
-    """The verdict where nothing fits: what was tried and what is missing, and the ways out."""
+def _planned(**values: object) -> dict[str, str]:
+    """The parts of the page; those without a value are empty."""
+    return blocks_of("planned.html", **{**dict.fromkeys(_NO_PLAN, ""), **values})
+
+
+def _no_plan(error: NothingFitsError, options: PlanOptions, form: Form, command: str) -> dict[str, str]:
+    """The parts where nothing fits: what was tried and what is missing, and the ways out."""
     first, *rest = str(error).removeprefix("nothing fits: ").splitlines()
-    verdict = f'<div class="card">{badge("does not fit", "bad")}<p class="lead">{escape(first)}</p>'
-    verdict += f"<p>{lines(chr(10).join(rest))}</p></div>"
+    values: dict[str, object] = {"lead": first, "missing": "\n".join(rest), "commands": [command]}
     if not error.tried:
-        return {"verdict": verdict}
+        return _planned(**values)
     with _PLANNING:
         ((_, inputs),) = machines(options)
         found = list(ways_out(options, inputs, error.tried))
     tried, _ = no_plan_page(error, [way for way, _ in found], name=form.model).sections
-    rows = "".join(_way_row(way, form_of(form, changed)) for way, changed in found)
-    header = "<tr><th>way</th><th class=right>time</th><th class=right>memory</th><th>command</th></tr>"
-    table = f"{scrolling('ways out')}<table>{header}{rows}</table></div>" if rows else "<p>No single change fits.</p>"
-    return {
-        "verdict": verdict,
-        "memory": section_html(replace(tried, blocks=tried.blocks[-1:]), "card"),
-        "ways": f'<section class="card"><h2>Ways out</h2>{table}</section>',
-    }
+    memory = section_html(replace(tried, blocks=tried.blocks[-1:]), "card")
+    ways = [_way_out(way, form_of(form, changed)) for way, changed in found]
+    return _planned(**values, tried=True, memory=memory, ways=ways)
 
 
-def _way_row(way: WayOut, form: Form | None) -> str:
-    name = escape(way.name) if form is None else f'<a href="{_address(form)}">{escape(way.name)}</a>'
-    time = "-" if way.seconds is None else about(way.seconds)
-    size = format_bytes(way.need_bytes)
-    return (
-        f"<tr><td>{name}</td><td class=right>{time}</td><td class=right>{size}</td>"
-        f"<td><code>{escape(way.command)}</code></td></tr>"
+class Way(NamedTuple):
+    """A row of the table of other ways."""
+
+    name: str
+    address: str  # of its own plan; empty if the form does not offer it
+    time: str
+    memory: str
+    setting: str
+    effect: str = ""
+
+
+def _way_out(way: WayOut, form: Form | None) -> Way:
+    return Way(
+        way.name,
+        "" if form is None else address("/plan", **form.query),
+        "-" if way.seconds is None else about(way.seconds),
+        format_bytes(way.need_bytes),
+        way.command,
     )
 
 
@@ -292,93 +310,69 @@ def form_of(form: Form, options: PlanOptions) -> Form | None:
 
 def verdict_html(plan: Plan, context: PlanningContext) -> str:
     """The verdict of a plan: its time, memory and speed, and how it runs."""
+    return _planned(**_verdict(plan, context))["verdict"]
+
+
+def _verdict(plan: Plan, context: PlanningContext) -> dict[str, object]:
+    chosen, shape = plan.chosen, plan.model_shape
+    method = f"{shape.model_type}, {format_count(shape.num_parameters)} parameters, {chosen.method}"
+    text = "; ".join(how(plan, context))
+    return {
+        "fits": True,
+        "what": f"{method} on {machine_text(plan.hardware)}",
+        "lead": text[:1].upper() + text[1:],
+        "strategy": chosen.strategy.name,
+        "tiles": list(_tiles(plan, context)),
+        "warnings": plan.all_warnings,
+    }
+
+
+def _tiles(plan: Plan, context: PlanningContext) -> Iterator[Tile]:
     chosen, totals = plan.chosen, run_totals(context, plan.chosen)
     memory, seconds = chosen.memory, totals.hours * 3600
     needed, usable = memory.need_bytes, memory.usable_bytes
     error = run_error(context, chosen)
     within = "" if error is None else f"{time_range(seconds, error)}, {error_text(error)}"
-    num_steps = plan.schedule.num_steps
-    steps = f"{num_steps:,} steps of {format_seconds(chosen.speed.step_s)}"
-    host, granted = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
+    steps = f"{plan.schedule.num_steps:,} steps of {format_seconds(chosen.speed.step_s)}"
+    yield Tile(
+        "time",
+        about(seconds) if context.device.has_known_speed else "not known",
+        (within, steps, without_text(context, chosen)),
+    )
     place, peak = ("RAM of each process", "peak of tensors") if context.is_cpu else ("each card", "peak")
-    tiles = [
-        tile(
-            "time",
-            about(seconds) if context.device.has_known_speed else "not known",
-            escape(within),
-            steps,
-            without_text(context, chosen),
-        ),
-        tile(
-            "memory",
-            format_bytes(needed),
-            bar(needed / usable, mark=memory.device_bytes / usable if memory.device_bytes > needed else None),
+    yield Tile(
+        "memory",
+        format_bytes(needed),
+        (
             f"{memory_text(memory)}, {place}",
-            escape(f"{peak} {format_bytes(memory.peak_allocated_bytes)} ({peak_text(context, chosen)})"),
+            f"{peak} {format_bytes(memory.peak_allocated_bytes)} ({peak_text(context, chosen)})",
         ),
-        tile(
-            "tokens/s",
-            format_count(totals.tokens_per_s),
-            f"{format_count(plan.num_tokens)} tokens in all",
-            f"MFU {chosen.speed.mfu:.0%}" if chosen.speed.mfu is not None else "",
-        ),
-    ]
+        share=needed / usable,
+        mark=memory.device_bytes / usable if memory.device_bytes > needed else None,
+    )
+    mfu = f"MFU {chosen.speed.mfu:.0%}" if chosen.speed.mfu is not None else ""
+    tokens = f"{format_count(plan.num_tokens)} tokens in all"
+    yield Tile("tokens/s", format_count(totals.tokens_per_s), (tokens, mfu))
+    host, granted = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
     if host and not context.is_cpu:
+        share = host / granted if granted else None
         of = f"of {format_bytes(granted)} of a node" if granted else ""
-        tiles.append(
-            tile(
-                "host RAM", format_bytes(host), bar(host / granted, is_full=host > 0.9 * granted) if granted else "", of
-            )
-        )
-    method = (
-        f"{plan.model_shape.model_type}, {format_count(plan.model_shape.num_parameters)} parameters, {chosen.method}"
-    )
-    text = "; ".join(how(plan, context))
-    warnings = "".join(f'<p class="alert warn">{escape(text)}</p>' for text in plan.all_warnings)
-    return (
-        f'<div class="card">{badge("fits", "good")} <span class="what">{escape(method)} on '
-        f'{escape(machine_text(plan.hardware))}</span><p class="lead">{escape(text[:1].upper() + text[1:])}</p>'
-        f'<p class="sub"><code>{escape(chosen.strategy.name)}</code></p></div>'
-        f'<div class="tiles">{"".join(tiles)}</div>{warnings}'
-    )
+        yield Tile("host RAM", format_bytes(host), (of,), share=share, is_full=share is not None and share > 0.9)
 
 
-def _command(*commands: str) -> str:
-    text = escape("\n".join(commands))
-    return (
-        '<section class="card"><h2>The same on the command line</h2>'
-        f'<pre class="command" id="command" tabindex="0">{text}</pre>'
-        '<button type="button" class="copy" data-copy="command">Copy</button></section>'
-    )
-
-
-def _ways(plan: Plan, context: PlanningContext, form: Form) -> str:
+def _ways(plan: Plan, context: PlanningContext, form: Form) -> list[Way]:
     """Alternatives, each as a link to its own plan."""
-    rows = []
-    for each in alternatives(plan, context):
-        name = escape(each.name)
-        if each.setting:
-            name = f'<a href="{_address(changed(form, each.setting))}">{name}</a>'
-        time = "-" if each.seconds is None else format_seconds(each.seconds)
-        size = "-" if each.need_bytes is None else format_bytes(each.need_bytes)
-        setting = f"<code>{escape(each.setting)}</code>" if each.setting else ""
-        rows.append(
-            f"<tr><td>{name}</td><td class=right>{time}</td><td class=right>{size}</td>"
-            f"<td>{escape(each.effect)}</td><td>{setting}</td></tr>"
+    return [
+        Way(
+            each.name,
+            address("/plan", **changed(form, each.setting).query) if each.setting else "",
+            "-" if each.seconds is None else format_seconds(each.seconds),
+            "-" if each.need_bytes is None else format_bytes(each.need_bytes),
+            each.setting,
+            each.effect,
         )
-    if not rows:
-        return ""
-    header = "<tr><th>way</th><th class=right>time</th><th class=right>card</th><th>changes</th><th>setting</th></tr>"
-    back = ""
-    if form.take > 1:
-        address = _address(form._replace(take=1))
-        back = f'<p>This is candidate {form.take}. <a href="{address}">Back to the first</a></p>'
-    table = f"{scrolling('other ways')}<table>{header}{''.join(rows)}</table></div>"
-    return f'<section class="card"><h2>Other ways</h2>{back}{table}</section>'
-
-
-def _address(form: Form) -> str:
-    return escape(f"/plan?{urlencode(form.query, doseq=True)}")
+        for each in alternatives(plan, context)
+    ]
 
 
 def changed(form: Form, setting: str) -> Form:
@@ -392,56 +386,3 @@ def changed(form: Form, setting: str) -> Form:
             method=train.get("method", form.method), allow=tuple(dict.fromkeys((*form.allow, *tree.get("allow", ()))))
         )
     return form
-
-
-def form_html(form: Form, own: Path | None = None) -> str:
-    """The form; without a script its button shows the plan."""
-    by_name = sorted(GPU_SPECS.values(), key=lambda spec: spec.name)
-    cards = [
-        (HERE, "this machine"),
-        *((each.name, f"{each.name}, {format_bytes(each.memory_bytes)}") for each in by_name),
-    ]
-    own_model = [] if own is None else [(str(own), "the file of the command line")]
-    models = "".join(
-        f'<option value="{escape(name)}">{escape(text)}</option>'
-        for name, text in (
-            *own_model,
-            *((each.name, format_count(each.parameters) if each.parameters else "") for each in known_models()),
-        )
-    )
-    boxes = "".join(
-        f'<label class="box"><input type="checkbox" name="allow" value="{each}"'
-        f"{' checked' if each in form.allow else ''}> {_OPT_INS[each]} <code>--allow {each}</code></label>"
-        for each in Allowance
-        if each not in _BY_DEFAULT
-    )
-    length = "" if form.seq_len is None else form.seq_len
-    lengths = "".join(f'<option value="{length}">' for length in LENGTHS)
-    return (
-        '<form class="card explorer" data-live action="/plan"><input type="hidden" name="take" '
-        f'value="{form.take}"><label>Model<input name="model" list="models" data-on="change" autocomplete="off" '
-        f'spellcheck="false" value="{escape(form.model)}"><small>a name, a repository of the hub such as '
-        f"Qwen/Qwen2.5-7B, or the file of <code>shardwise ui FILE</code></small></label>"
-        f'<datalist id="models">{models}</datalist>'
-        f"{_select('method', 'Method', [(each, each) for each in METHODS], form.method)}"
-        f"{_select('card', 'Card', cards, form.card)}"
-        f'<div class="pair">{_number("gpus", "Cards a node", form.gpus)}{_number("nodes", "Nodes", form.nodes)}</div>'
-        f'<label>Tokens a row<input name="seq_len" inputmode="numeric" list="lengths" value="{length}"'
-        f' placeholder="as in the job"></label>'
-        f'<datalist id="lengths">{lengths}</datalist>'
-        f'<label>Tokens to train on<input name="tokens" placeholder="20M" value="{escape(form.tokens)}"></label>'
-        f"<details{' open' if form.allow else ''}><summary>Opt in to</summary>{boxes}</details>"
-        '<button class="plain">Plan</button></form>'
-    )
-
-
-def _select(name: str, label: str, options: Sequence[tuple[str, str]], chosen: str) -> str:
-    shown = "".join(
-        f'<option value="{escape(value)}"{" selected" if value == chosen else ""}>{escape(text)}</option>'
-        for value, text in options
-    )
-    return f'<label>{label}<select name="{name}">{shown}</select></label>'
-
-
-def _number(name: str, label: str, value: int) -> str:
-    return f'<label>{label}<input type="number" name="{name}" min="1" max="{MOST[name]}" value="{value}"></label>'

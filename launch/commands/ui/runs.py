@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
+from shardwise.launch.commands.ui.chats import Chats
 from shardwise.launch.rundir.files import MAX_METRICS_LINES, is_run_dir, parse_row, read_run, tail_rows
 from shardwise.launch.rundir.lock import LOCK
 from shardwise.launch.rundir.state import Queue, RunState, RunStatus, read_liveness, runs_below, status_of
@@ -46,6 +47,7 @@ class Summary(NamedTuple):
     plan: Plan | None = None
     duration_s: float | None = None  # of the attempts that ended
     loss: float | None = None  # by the report
+    eval_loss: float | None = None  # the last one, by the report
     tokens_per_s: float | None = None  # of all devices, by the report
     curve: Points = ()  # of the loss
     problem: str | None = None  # why there is no status
@@ -94,6 +96,7 @@ class Runs:
         self.own_file = own_file  # a job or a config.json, which the explorer offers
         self.nonce: str | None = None  # of the forms of actions; None: there are none
         self.started: list[Started] = []
+        self.chats = Chats()
         self._lock = Lock()
         self._queue, self._queried_at = Queue(os.environ), time.monotonic()
         self._summaries: dict[str, tuple[object, Summary]] = {}
@@ -219,6 +222,7 @@ def _with_report(summary: Summary, report: Report) -> Summary:
     return summary._replace(
         duration_s=report.duration_s,
         loss=report.final_loss,
+        eval_loss=report.evaluations[-1].loss if report.evaluations else None,
         tokens_per_s=report.tokens_per_s,
     )
 

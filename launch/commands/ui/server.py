@@ -29,7 +29,7 @@ import msgspec
 
 from shardwise.launch.commands.ui import explorer, pages
 from shardwise.launch.commands.ui.actions import Actions
-from shardwise.launch.commands.ui.pages import ACT
+from shardwise.launch.commands.ui.render import Content, document, forwarding, message
 from shardwise.launch.commands.ui.runs import Runs
 from shardwise.launch.options import UiOptions
 from shardwise.launch.rundir.state import RUNS
@@ -40,7 +40,7 @@ from shardwise.trainer.spec.secrets import printable, redact
 
 HOST, PORT = "127.0.0.1", 8642
 _HOSTS = (HOST, "localhost")  # under any port: an SSH tunnel may have another one
-_MOST_ADDRESS, _MOST_FIELDS, _MOST_CONNECTIONS, _PATIENCE_S = 4096, 40, 32, 15.0
+_MOST_ADDRESS, _MOST_FORM, _MOST_FIELDS, _MOST_CONNECTIONS, _PATIENCE_S = 4096, 32_768, 40, 32, 15.0
 _FOLDER = Path(__file__).parent
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -66,6 +66,7 @@ class Reply(NamedTuple):
     kind: str = HTML
     status: HTTPStatus = HTTPStatus.OK
     cookie: str | None = None
+    location: str | None = None
 
 
 def run_ui(options: UiOptions, console: Console, environment: Mapping[str, str] = os.environ) -> ExitCode:
@@ -211,6 +212,8 @@ class _Request(BaseHTTPRequestHandler):
             self.send_header(name, value)
         if reply.cookie is not None:
             self.send_header("Set-Cookie", reply.cookie)
+        if reply.location is not None:
+            self.send_header("Location", reply.location)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
@@ -231,14 +234,9 @@ class _Request(BaseHTTPRequestHandler):
         host, size = self._refused_host(), self.headers.get("Content-Length", "")
         if host is not None:
             return host
-        if self.path != ACT:
+        if self.path != "/act":
             return _refusal(HTTPStatus.NOT_FOUND, "there is no such action")
-        if (
-            not size.isascii()
-            or not size.isdigit()
-            or int(size) > _MOST_ADDRESS
-            or self.headers.get("Transfer-Encoding")
-        ):
+        if not size.isascii() or not size.isdigit() or int(size) > _MOST_FORM or self.headers.get("Transfer-Encoding"):
             return _refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a form is short, and has its length")
         body = self.rfile.read(int(size))
         self._deadline.cancel()  # of the request; an action may take longer
@@ -263,7 +261,9 @@ class _Request(BaseHTTPRequestHandler):
         except Exception as error:  # noqa: BLE001 - the last resort: the other pages must go on
             write_error(f"shardwise ui: internal error: {type(error).__name__}: {error}")
             return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"it could not be done: {type(error).__name__}")
-        return Reply(pages.document(pages.outcome(done, query.get("name", [""])[0])))
+        if done.shows:
+            return Reply("", status=HTTPStatus.SEE_OTHER, location=done.shows)
+        return Reply(document(message("Done", done.text, name=done.run)))
 
     def _refused_request(self) -> Reply | None:
         host = self._refused_host()
@@ -306,7 +306,7 @@ class _Request(BaseHTTPRequestHandler):
         rest = urlencode(query, doseq=True, errors="surrogateescape")
         page = path if path in PAGES else "/"
         cookie = f"{self.server.cookie_name}={self.server.session}; HttpOnly; SameSite=Strict; Path=/"
-        return Reply(pages.forwarding(f"{page}?{rest}" if rest else page), cookie=cookie)
+        return Reply(forwarding(f"{page}?{rest}" if rest else page), cookie=cookie)
 
     def _refuse_method(self) -> None:
         self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
@@ -315,10 +315,11 @@ class _Request(BaseHTTPRequestHandler):
 
 
 Query = Mapping[str, list[str]]
-PAGES: dict[str, Callable[[Runs, Query], pages.Content]] = {
+PAGES: dict[str, Callable[[Runs, Query], Content]] = {
     "/": pages.runs_content,
     "/run": pages.run_content,
     "/compare": pages.comparison_content,
+    "/chat": pages.chat_content,
     "/plan": explorer.plan_content,
 }
 
@@ -337,14 +338,14 @@ def _reply_to(runs: Runs, path: str, query: Query) -> Reply:
         write_error(f"shardwise ui: internal error: {type(error).__name__}: {error}")
         return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}")
     if not is_api:
-        return Reply(pages.document(content))
+        return Reply(document(content))
     parts = {name: redact(printable(text)) for name, text in content.parts.items()}
     state = {"title": printable(content.title), "parts": parts, "every_s": content.every_s}
     return Reply(msgspec.json.encode(state).decode(), JSON)
 
 
 def _refusal(status: HTTPStatus, reason: str) -> Reply:
-    return Reply(pages.document(pages.problem(f"{status.value} {status.phrase}", reason)), status=status)
+    return Reply(document(message(f"{status.value} {status.phrase}", reason)), status=status)
 
 
 @cache

@@ -55,11 +55,13 @@
         ? document.activeElement.dataset.id || document.activeElement.id : "";
       const opened = new Set([...part.querySelectorAll("details[open]")].map((each) => each.dataset.id));
       const checked = new Set([...part.querySelectorAll("input:checked")].map((each) => each.value));
-      const typed = new Map([...part.querySelectorAll("input[maxlength]")].map((each) => [each.name, each.value]));
+      const typed = new Map([...part.querySelectorAll("textarea")].map((each) => [each.name, each.value]));
+      const below = fromEnd(part);
       part.innerHTML = html;
-      for (const each of part.querySelectorAll("input[maxlength]")) each.value = typed.get(each.name) ?? "";
+      for (const each of part.querySelectorAll("textarea")) each.value = typed.get(each.name) ?? "";
       for (const each of part.querySelectorAll("details")) each.open = opened.has(each.dataset.id);
       for (const each of part.querySelectorAll("input[type=checkbox]")) each.checked = checked.has(each.value);
+      toEnd(part, below);
       if (focused) (part.querySelector(`[data-id="${CSS.escape(focused)}"]`) || document.getElementById(focused))?.focus();
     }
     filter();
@@ -67,6 +69,18 @@
     sort();
     if (at !== null) read(at);
   }
+
+  // The log begins at its end, and stays where it was read.
+  const log = "details[data-id=log] pre";
+  function fromEnd(part) {
+    const found = part.querySelector(log);
+    return found ? found.scrollHeight - found.scrollTop - found.clientHeight : 0;
+  }
+  function toEnd(part, below) {
+    const found = part.querySelector(log);
+    if (found) found.scrollTop = found.scrollHeight - found.clientHeight - below;
+  }
+  document.addEventListener("toggle", (event) => { if (event.target.dataset.id === "log") toEnd(document, 0); }, true);
 
   // The list: a filter, and the runs to compare.
   const box = document.getElementById("filter"), button = document.getElementById("compare-button");
@@ -149,7 +163,7 @@
       const share = chart.right > chart.left ? (place.x - chart.left) / (chart.right - chart.left) : 0.5;
       const left = drawn.left - frame.left + share * drawn.width;
       line.style.left = `${left}px`;
-      line.style.top = `${drawn.top - frame.top + 10}px`;
+      line.style.top = `${drawn.bottom - frame.top - 204}px`;  // of the plot: 180 high, above the figures of the axis
       const close = 0.005 * (chart.right - chart.left);  // a series is read at its own points, a level everywhere
       const rows = chart.series.map((each, number) => [each.name, nearest(each.points, place.x), number, each.level])
         .filter(([, point, , level]) => point && point[1] !== null && (level || Math.abs(point[0] - place.x) <= close));
@@ -177,6 +191,12 @@
     const drawn = plot.querySelectorAll(".chart > svg")[1].getBoundingClientRect(), chart = figures(plot);
     const share = Math.min(1, Math.max(0, (event.clientX - drawn.left) / drawn.width));
     readAt(plot, chart.left + share * (chart.right - chart.left));
+  });
+  // Enter sends a question, Shift and Enter begin a new line.
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || !event.target.matches?.("[data-enter]")) return;
+    event.preventDefault();
+    if (!event.target.form.querySelector("button").disabled) event.target.form.requestSubmit();
   });
   document.addEventListener("keydown", (event) => {
     const plot = event.target.closest?.("figure.plot");

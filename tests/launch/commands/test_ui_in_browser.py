@@ -198,7 +198,7 @@ def test_the_list_is_sorted_by_a_column_and_stays_so_when_it_is_renewed(browser:
     up, down, losses, titles, sticky = opened.value
     assert up == sorted(up, key=str.lower) and down == up[::-1] and len(up) >= 3
     assert losses == sorted(losses) and losses
-    assert titles == ["none", "none", "none", "ascending", "none", "none", "none", "none"]
+    assert titles == ["none", "none", "none", "ascending", "none", "none", "none", "none", "none"]
     assert sticky == "sticky" and opened.messages == []
 
 
@@ -286,3 +286,22 @@ def test_a_form_of_a_page_acts_in_a_browser(browser: Browser, acting: UiServer):
     opened = browser.open(f"{acting.address}/run?name=run-000", width=1280, until=until, script=ACCESS)
     assert opened.value == [] and opened.messages == []
     assert not (acting.runs.folder / "run-000" / "cancelled").exists()
+
+
+def test_a_question_is_sent_by_enter_and_what_came_of_it_appears_on_the_page(browser: Browser, acting: UiServer):
+    """The run has no model, so that none is loaded."""
+    until = """(() => {
+      const box = document.getElementById("question");
+      if (box && !sessionStorage.getItem("sent")) {
+        sessionStorage.setItem("sent", "1");
+        box.value = "why\\n<b>so</b>";
+        box.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", bubbles: true, cancelable: true}));
+      }
+      return document.querySelector(".talk .alert");
+    })()"""
+    script = f"[document.querySelector('.talk').innerText, location.pathname, {ACCESS}, {CONTRAST}.found]"
+    address = f"{acting.address}/chat?name=run-001"
+    opened = browser.open(address, width=390, is_dark=True, until=until, script=script)
+    talk, place, *faults = opened.value
+    assert "why\n<b>so</b>" in talk and "no checkpoint" in talk and place == "/chat"
+    assert faults == [[], []] and opened.messages == [] and opened.scroll_width == 390

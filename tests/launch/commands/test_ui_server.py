@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_submission
 
+from shardwise.launch.commands.ui.chats import MOST_TURNS, Talk, Turn
 from shardwise.launch.commands.ui.runs import Runs, loss_points
 from shardwise.launch.commands.ui.server import PORT, UiServer, run_ui
 from shardwise.launch.options import UiOptions
@@ -303,7 +304,7 @@ def test_the_page_of_a_run_has_its_log_its_settings_and_other_axes_and_scales(se
     page = ask(server, "/run?name=good&x=time&scale=log").text
     assert "line 299 &lt;b&gt;" in page and "line 50 &lt;b&gt;" not in page and SECRET not in page
     assert "log, last 200 lines" in page and "lr: 0.25  # command line" in page
-    assert "<option selected>time</option>" in page and "<option selected>log</option>" in page
+    assert '<option value="time" selected>' in page and '<option value="log" selected>' in page
     assert ">time in steps</p>" in page and ">step</p>" not in page
     assert ">step</p>" in ask(server, "/run?name=good&x=<script>&scale=../").text
     for link in ("console.log", "job.yaml"):
@@ -377,7 +378,7 @@ def test_an_action_needs_the_cookie_the_own_origin_and_the_value_of_our_pages(ac
     ]
     assert [each.status for each in refused] == [403] * len(refused)
     assert act(acting, STOP, Host="evil.example", Origin="http://evil.example").status == 421
-    assert act(acting, {**STOP, "x": "y" * 5000}).status == 413
+    assert act(acting, {**STOP, "x": "y" * 40_000}).status == 413
     assert ask(acting, "/act?action=stop&name=going").status == 404, "an address alone does nothing"
     with locked(acting.runs.folder / "going"):
         assert act(acting, {**STOP, "name": "../runs/going"}).status == 409
@@ -446,11 +447,40 @@ def test_a_started_job_is_a_process_of_its_own_whose_end_stands_in_the_list(acti
 
 def test_the_model_of_a_run_that_ended_is_asked_where_the_run_exported_one(acting: UiServer):
     run = acting.runs.folder / "good"
-    assert "Ask the model" not in ask(acting, "/run?name=good").text
+    assert "Chat with the model" not in ask(acting, "/run?name=good").text
     (run / "export").mkdir()
-    page = ask(acting, "/run?name=good").text
-    assert "Ask the model" in page and 'name="question" required' in page
+    assert 'href="/chat?name=good"' in ask(acting, "/run?name=good").text
+    assert '<textarea id="question" name="question" required maxlength="2000"' in ask(acting, "/chat?name=good").text
     asking = {"action": "ask", "name": "good"}
-    refused = [act(acting, {**asking, "question": text}) for text in ("", "two\nlines")]
-    refused.append(act(acting, {"action": "ask", "name": "none", "question": "why"}))
-    assert [each.status for each in refused] == [409] * 3
+    refused = [act(acting, {**asking, "question": text}) for text in ("", "x" * 2001)]
+    refused += [act(acting, {"action": each, "name": "none", "question": "why"}) for each in ("ask", "forget")]
+    assert [each.status for each in refused] == [409] * 4
+    assert ask(acting, "/chat?name=../runs/good").status == 404
+
+
+def test_a_question_without_a_reply_stands_on_the_page_with_its_reason(acting: UiServer):
+    (acting.runs.folder / "good" / "export").symlink_to("/etc")
+    sent = act(acting, {"action": "ask", "name": "good", "question": f"{HOSTILE}\r\nwhy"})
+    assert sent.status == 303 and sent.headers["Location"] == "/chat?name=good#question"
+    deadline = time.monotonic() + 30
+    while acting.runs.chats.talk("good").waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    page = ask(acting, "/chat?name=good").text
+    assert "is a link" in page and HOSTILE not in page and "&lt;img src=x onerror=alert(1)&gt;<br>why" in page
+
+
+def test_a_talk_has_its_turns_until_it_is_forgotten_and_is_bounded(acting: UiServer):
+    chats, talk = acting.runs.chats, Talk()
+    for number in range(MOST_TURNS + 5):
+        talk = talk.with_turn(Turn(f"question {number}", "reply"), note="")
+    assert len(talk.turns) == MOST_TURNS and talk.num_removed == 5 and talk.turns[0].question == "question 5"
+    long = talk.with_turn(Turn("x" * 30_000, ""), note="").with_turn(Turn("y" * 30_000, ""), note="")
+    assert [turn.question[0] for turn in long.turns] == ["y"] and long.num_removed == MOST_TURNS + 6
+    chats._talks["good"] = talk
+    page = ask(acting, "/chat?name=good").text
+    assert "question 24" in page and "question 4<" not in page and "5 older questions" in page
+    assert act(acting, {"action": "forget", "name": "good"}).status == 303 and chats.talk("good").turns == ()
+    chats._talks["good"] = talk._replace(waiting="why")
+    assert "<button disabled>Send" in ask(acting, "/chat?name=good").text
+    assert act(acting, {"action": "forget", "name": "good"}).status == 409 and chats.talk("good").turns

@@ -249,7 +249,7 @@ def test_learning_rate_gradients_and_the_use_of_the_device_are_drawn_if_they_are
     ]
     assert ("learning rate", ["learning rate"]) in drawn
     assert ("norm of the gradients before clipping", ["gradient norm", "clipped to"]) in drawn
-    assert ("GPU busy, model FLOPs utilisation, padding", ["GPU busy", "MFU"]) in drawn
+    assert ("GPU busy, MFU", ["GPU busy", "MFU"]) in drawn
     assert "power of the GPU in watts" in dict(drawn) and "temperature of the GPU in degrees Celsius" not in dict(drawn)
 
 

@@ -20,6 +20,8 @@ from engine_plan_factory import TINY_LLAMA
 from export_factory import run_of, save_run, write_base
 from msgspec.structs import replace
 
+from shardwise.launch.commands.convert import reply_to
+from shardwise.launch.options import ChatOptions
 from shardwise.trainer.runtime.data.chat.template import load_chat_template
 from shardwise.trainer.runtime.export import folder as export_folder
 from shardwise.trainer.runtime.models.methods import quantised_layers
@@ -90,6 +92,21 @@ def test_the_whole_talk_is_the_prompt_in_the_words_of_the_template(runs, interru
         opening,
         f"{opening}{first}<|im_end|>\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n",
     ]
+
+
+def test_a_talk_goes_on_from_its_texts(runs, interrupts):
+    run_dir = runs(Method.FULL, "chat")
+    chat_model = load_chat_model(run_dir, checkpoint="last")
+    prompts = prompts_of(chat_model)
+    talk, again = (Conversation(chat_model, GREEDY, None, interrupts) for _ in range(2))
+    first, second = talk.answer("Hello 1?\nOr not?"), talk.answer("And 2?")
+    again.resume(["Hello 1?\nOr not?", first])
+    assert again.answer("And 2?") == second and prompts[2] == prompts[1] and "Or not?<|im_end|>" in prompts[2]
+    options = ChatOptions(run_dir, "last", GREEDY.max_new_tokens, GREEDY.temperature)
+    reply = reply_to(["Hello 1?\nOr not?", first, "And 2?"], options)
+    assert reply.text == second.strip() and "on cpu, by the tokenizer's chat template" in reply.note
+    with pytest.raises(InputError, match=r"^the question has \d{3} tokens"):
+        reply_to(["xyz" * 300], options)
 
 
 def test_without_a_template_each_line_is_continued_by_itself(runs, interrupts):

@@ -97,12 +97,16 @@ def _section(section: Section) -> Iterator[str]:
     yield "</section>"
 
 
+_MANY_LINES = 20
+
+
 def block_html(block: Block) -> Iterator[str]:
     """A block, escaped, in the classes of `STYLE`."""
     if isinstance(block, Sentence):
         yield f"<p>{escape(block.text)}</p>"
     elif isinstance(block, Quote):
-        yield f"<h3>{escape(block.label)}</h3>\n<pre>{escape(block.text)}</pre>"
+        focus = ' tabindex="0"' if block.text.count("\n") > _MANY_LINES else ""  # a page may limit its height
+        yield f"<h3>{escape(block.label)}</h3>\n<pre{focus}>{escape(block.text)}</pre>"
     elif isinstance(block, Table):
         yield from _table(block)
     else:
@@ -143,7 +147,7 @@ def _table(table: Table) -> Iterator[str]:
 
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 180
 MOST_POINTS = 400  # of a line: more are not visible, and would make a page of a long run large
-_MOST_TICKS = 5
+_MOST_TICKS, _MOST_X_TICKS = 6, 5  # the latter are side by side
 _SCALES = {Unit.BYTES: (TIB, GIB, MIB, KIB), Unit.SECONDS: (86400, 3600, 60)}
 _ROOM_ABOVE = 0.05  # of the range, so that the highest line is not the edge
 
@@ -216,6 +220,7 @@ svg text.halo { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
 .line { fill: none; stroke: var(--hue); stroke-width: 1.8px; stroke-linejoin: round; stroke-linecap: round;
         vector-effect: non-scaling-stroke; }
 .line.dashed { stroke-dasharray: 6 5; stroke-linecap: butt; } .line.faint { stroke-opacity: 0.4; }
+.line.dot { stroke-width: 6px; }
 .area { fill: var(--hue); fill-opacity: 0.75; } .band { fill: var(--hue); fill-opacity: 0.16; }
 .grid { stroke: var(--line); } .mark { stroke: var(--ink); stroke-dasharray: 2 3; }
 """
@@ -231,7 +236,8 @@ STYLE = f"{_SHEET}{_hues(_LIGHT)}@media (prefers-color-scheme: dark) {{\n{_hues(
 _BAR_HEIGHT = 22
 _ROW_HEIGHT, _TEXT_AT, _THIN, _THIN_AT = 34, 14, 10, 19  # of a row: text above a thin bar
 _ABOVE, _BELOW = 10, 24  # a plot: room for half a line of text, and for the figures of the x axis
-_NAMED_MARKS = 5  # at most, with their text on the plot; otherwise the text is a tooltip
+_NAMED_MARKS = 5  # at most, with their text above the plot; otherwise the text is a tooltip
+_MARK_HEIGHT = 14  # of such a text
 
 
 def cell(tag: str, text: str, *, is_right: bool = False, is_best: bool = False) -> str:
@@ -254,7 +260,7 @@ def stacked_bar_html(bar: StackedBar) -> Iterator[str]:
         )
         left += width
     yield "</svg>"
-    yield f"{scrolling('table')}<table>"
+    yield f'{scrolling("table")}<table class="legend">'
     for number, (name, size) in enumerate(bar.parts.items()):
         key = f'<td><span class="key c{number % NUM_COLOURS}"></span></td>'
         yield f"<tr>{key}{cell('td', name)}{cell('td', format_bytes(size), is_right=True)}</tr>"
@@ -311,7 +317,9 @@ def spans_svg(spans: Spans) -> Iterator[str]:
         yield _rect(f"part c{number % NUM_COLOURS}", span.begin / end, width, top + _THIN_AT, _THIN)
     axes = Axes(0.0, end, 0.0, 1.0)
     yield from _x_ticks(
-        ((value, spans.unit.text(value)) for value in unit_ticks(0.0, end, spans.unit)), axes, height + 16
+        ((value, spans.unit.text(value)) for value in unit_ticks(0.0, end, spans.unit, _MOST_X_TICKS)),
+        axes,
+        height + 16,
     )
     yield "</svg>"
 
@@ -322,30 +330,34 @@ def line_chart_html(chart: LineChart) -> Iterator[str]:
     if axes is None:
         return
     values = log_ticks(axes.bottom, axes.top) if axes.is_log else unit_ticks(axes.bottom, axes.top, chart.unit)
-    heights = [(value, _ABOVE + axes.y(value)) for value in values]
-    height = _ABOVE + PLOT_HEIGHT + _BELOW
+    marks = [mark for mark in chart.marks if axes.left <= mark.at <= axes.right]
+    above = _ABOVE + (_MARK_HEIGHT * len(marks) if len(marks) <= _NAMED_MARKS else 0)
+    heights = [(value, above + axes.y(value)) for value in values]
+    height = above + PLOT_HEIGHT + _BELOW
     yield f"<h3>{escape(chart.caption)}</h3>"
     yield _keys(_series_keys(chart))
     yield f'<div class="chart"><svg height="{height}">'
     for value, top in heights:
         yield f'<text class="faint" x="100%" y="{top + 4:.1f}" text-anchor="end">{chart.unit.text(value)}</text>'
     yield f'</svg><svg height="{height}" role="img" aria-label="{escape(chart.caption)}">'
-    yield from _bands(chart, axes)
+    yield from _bands(chart, axes, above)
     yield from (f'<line class="grid" x1="0" x2="100%" y1="{top:.1f}" y2="{top:.1f}"/>' for _, top in heights)
     box = f'viewBox="0 0 {PLOT_WIDTH} {PLOT_HEIGHT}" preserveAspectRatio="none"'
-    yield f'<svg y="{_ABOVE}" width="100%" height="{PLOT_HEIGHT}" {box}>'
+    yield f'<svg y="{above}" width="100%" height="{PLOT_HEIGHT}" {box}>'
     yield from _paths(chart, axes)
     yield "</svg>"
-    yield from _marks(chart.marks, axes)
+    yield from _marks(marks, axes, above)
     beyond = _beyond(chart, axes)
     yield from (
-        f'<text class="faint" x="{axes.x_share(x):.2%}" y="{_ABOVE + 2}" text-anchor="middle" aria-hidden="true">'
+        f'<text class="faint" x="{axes.x_share(x):.2%}" y="{above + 2}" text-anchor="middle" aria-hidden="true">'
         f"\u25b2<title>{escape(chart.unit.text(y))}</title></text>"
         for x, y in beyond
     )
-    labels = ((value, chart.x_unit.text(value)) for value in unit_ticks(axes.left, axes.right, chart.x_unit))
-    yield from _x_ticks(labels, axes, _ABOVE + PLOT_HEIGHT + 16)
-    yield f'</svg></div>\n<p class="axis">{escape(_beyond_text(chart, beyond) + chart.x_label)}</p>'
+    labels = (
+        (value, chart.x_unit.text(value)) for value in unit_ticks(axes.left, axes.right, chart.x_unit, _MOST_X_TICKS)
+    )
+    yield from _x_ticks(labels, axes, above + PLOT_HEIGHT + 16)
+    yield f'</svg></div>\n<p class="axis">{escape(chart.x_label)}</p>{_beyond_html(chart, beyond)}'
 
 
 def _beyond(chart: LineChart, axes: Axes) -> list[tuple[float, float]]:
@@ -354,13 +366,14 @@ def _beyond(chart: LineChart, axes: Axes) -> list[tuple[float, float]]:
     return sorted(found)
 
 
-def _beyond_text(chart: LineChart, beyond: Sequence[tuple[float, float]]) -> str:
+def _beyond_html(chart: LineChart, beyond: Sequence[tuple[float, float]]) -> str:
     if not beyond:
         return ""
     x, y = max(beyond, key=lambda point: point[1])
-    number = f"{len(beyond)} values" if len(beyond) > 1 else "one value"
+    number = f"{len(beyond)} values are" if len(beyond) > 1 else "one value is"
     at = f"{chart.x_label} {chart.x_unit.text(x)}"
-    return f"\u25b2 {number} above the chart, {chart.unit.text(y)} at {at} the highest; "
+    text = f"\u25b2 {number} above the chart; the highest is {chart.unit.text(y)}, at {at}"
+    return f'<p class="axis">{escape(text)}</p>'
 
 
 def _paths(chart: LineChart, axes: Axes) -> Iterator[str]:
@@ -373,27 +386,31 @@ def _paths(chart: LineChart, axes: Axes) -> Iterator[str]:
         path = line_path(series.points, axes)
         if path:
             yield f'<path class="line{dashed} c{number % NUM_COLOURS}" d="{path}"/>'
+        lone = [part[0] for part in parts_of(_on_scale(series.points, axes)) if len(part) == 1]
+        if lone:
+            dots = " ".join(_polyline([(axes.x(x), axes.y(y))]) for x, y in lone)
+            yield f'<path class="line dot c{number % NUM_COLOURS}" d="{dots}"/>'
 
 
-def _bands(chart: LineChart, axes: Axes) -> Iterator[str]:
+def _bands(chart: LineChart, axes: Axes, above: float) -> Iterator[str]:
     places = _band_places(chart)
     for band in chart.bands:
         left, right = axes.x_share(band.begin), axes.x_share(band.end)
-        yield _rect(f"band c{places[band.text]}", left, right - left, _ABOVE, PLOT_HEIGHT, title=band.text)
+        yield _rect(f"band c{places[band.text]}", left, right - left, above, PLOT_HEIGHT, title=band.text)
 
 
-def _marks(marks: Sequence[Mark], axes: Axes) -> Iterator[str]:
-    """A line each; if they are few, with its text on the side that has room."""
-    seen = [mark for mark in marks if axes.left <= mark.at <= axes.right]
-    for number, mark in enumerate(seen):
+def _marks(marks: Sequence[Mark], axes: Axes, above: float) -> Iterator[str]:
+    """A line each; if they are few, with its text above the plot, on the side that has room."""
+    is_named = len(marks) <= _NAMED_MARKS
+    for number, mark in enumerate(marks):
         share, text = axes.x_share(mark.at), escape(mark.text)
-        place = f'x1="{share:.2%}" x2="{share:.2%}" y1="{_ABOVE}" y2="{_ABOVE + PLOT_HEIGHT}"'
+        begin = _MARK_HEIGHT * number + 2 if is_named else above
+        place = f'x1="{share:.2%}" x2="{share:.2%}" y1="{begin}" y2="{above + PLOT_HEIGHT}"'
         yield f'<line class="mark" {place}><title>{text}</title></line>'
-        if len(seen) <= _NAMED_MARKS:
+        if is_named:
             anchor, shift = ("end", -4) if share > 0.5 else ("start", 4)
-            top = _ABOVE + 12 + 15 * number
             yield (
-                f'<text class="halo" x="{share:.2%}" dx="{shift}" y="{top}" text-anchor="{anchor}">'
+                f'<text class="halo" x="{share:.2%}" dx="{shift}" y="{begin + 10}" text-anchor="{anchor}">'
                 f"{escape(_short(mark.text))}</text>"
             )
 
@@ -497,28 +514,32 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
     return tuple(within) if len(within) > 1 else tuple(value for value in ticks(low, high) if value > 0)
 
 
-def ticks(low: float, high: float) -> tuple[float, ...]:
-    """Round figures from `low` to `high`, at most _MOST_TICKS of them, a step of 1, 2 or 5 apart."""
+def ticks(low: float, high: float, most: int = _MOST_TICKS) -> tuple[float, ...]:
+    """Round figures from `low` to `high`, at most `most` of them, a step of 1, 2 or 5 apart."""
     if not high > low:
         return (low,)
-    raw = (high - low) / (_MOST_TICKS - 1)
+    raw = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return tuple(number * step for number in range(first, last + 1))
 
 
-def unit_ticks(low: float, high: float, unit: Unit) -> tuple[float, ...]:
+def unit_ticks(low: float, high: float, unit: Unit, most: int = _MOST_TICKS) -> tuple[float, ...]:
     """Figures that are round in the unit that they are written in: 200 MiB, 15 min."""
     scale = next((size for size in _SCALES.get(unit, ()) if max(abs(low), abs(high)) >= 2 * size), 1)
-    return tuple(scale * value for value in ticks(low / scale, high / scale))
+    return tuple(scale * value for value in ticks(low / scale, high / scale, most))
 
 
 def line_path(points: Points, axes: Axes) -> str:
     """The `d` of a path through the points; empty where there is none."""
-    if axes.is_log:
-        points = tuple((x, None if y is None or not y > 0 else y) for x, y in points)
-    return " ".join(_polyline([(axes.x(x), axes.y(y)) for x, y in part]) for part in parts_of(points))
+    parts = parts_of(_on_scale(points, axes))
+    return " ".join(_polyline([(axes.x(x), axes.y(y)) for x, y in part]) for part in parts)
+
+
+def _on_scale(points: Points, axes: Axes) -> Points:
+    """The points, with gaps for what a log scale cannot show."""
+    return tuple((x, None if y is None or not y > 0 else y) for x, y in points) if axes.is_log else points
 
 
 def area_path(lower: Points, upper: Points, axes: Axes) -> str:

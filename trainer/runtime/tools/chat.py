@@ -2,6 +2,9 @@
 
     python -m shardwise.trainer.runtime.tools.chat RUN_DIR [--checkpoint best|last|step-N] [--max-new-tokens N] ...
 
+With --turns stdin is a JSON list of texts instead: earlier questions and answers in turn, then the question. There is
+one answer, and an error ends the program.
+
 The model is the run's export, if there is one and no checkpoint is named; else a checkpoint. Adapters are applied to
 their base as they were trained: for qlora it is held in 4 bit. On a GPU weights have the type that the run computed in;
 on a CPU, where 16 bit is slow, that of the files.
@@ -15,11 +18,13 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from jinja2 import TemplateError
 from safetensors.torch import load_file
@@ -181,6 +186,11 @@ class Conversation:
         self._opening: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []
 
+    def resume(self, texts: Sequence[str]) -> None:
+        """Adds earlier turns: questions and answers in turn."""
+        roles = cycle(("user", "assistant"))
+        self._turns += [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
     def answer(self, question: str, streamer: TextStreamer | None = None) -> str:
         """The model's answer, shown as it is made; InputError for a question longer than the model reads."""
         ids = self._prompt(question)
@@ -322,6 +332,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--system")
+    parser.add_argument("--turns", action="store_true")
     chosen = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in export_run
     disable_progress_bar()
@@ -335,6 +346,11 @@ def _run(chosen: argparse.Namespace) -> None:
         chat_model, Sampling(chosen.max_new_tokens, chosen.temperature), chosen.system, interrupts
     )
     _print(_opening_line(chat_model))
+    if chosen.turns:
+        *earlier, question = msgspec.json.decode(sys.stdin.buffer.read(), type=list[str])
+        conversation.resume(earlier)
+        conversation.answer(question, TextStreamer(chat_model.tokenizer, skip_prompt=True, skip_special_tokens=True))
+        return
     answer_all(conversation, chat_model.tokenizer, _questions())
 
 
