@@ -108,7 +108,7 @@ def test_mixtures_in_order_and_few_tokens_have_no_line(tmp_path, cache_dir):
         plan = replace(plan, job=replace(plan.job, train=replace(plan.job.train, seed=seed)))
         assert not outcome_of(tmp_path / str(seed), plan).state.incidents
     with OF_EXPERTS["dead expert"]():  # which few tokens do not show
-        few = outcome_of(tmp_path / "few", mixture_plan(cache_dir, sequences_per_step=4, micro_batch=2))
+        few = outcome_of(tmp_path / "few", mixture_plan(cache_dir, sequences_per_step=2, micro_batch=1))
     assert not few.state.incidents
 
 

@@ -1,4 +1,4 @@
-"""What the first steps of a run show: rows, loss and update are compared with the plan, and what differs is named.
+"""What the first steps of a run show: rows, loss, gradient and update are compared with the plan; what differs is named.
 
 `FirstSteps` is the whole interface: `before_step`, `after_step`, `end_if_certain`. It is active in the first four steps
 of a start, also of a resumed one, and holds nothing afterwards. `train.check_first_steps: false` switches it off.
@@ -135,7 +135,7 @@ class FirstSteps:
         self._problems = []
         if session.state.step >= self._last:
             self._session, self._before, self._movements, self._moving = None, [], [], []
-            self._seen, self._contents, self._order = set(), frozenset(), None
+            self._seen, self._contents, self._order, self._rates = set(), frozenset(), None, []
 
     def _compare_rows(
         self, session: Session, of_step: StepRows, micro_batches: Sequence[MicroBatch]
