@@ -4,8 +4,8 @@
 
 The ranks and launchers of a run meet at torchrun's store, on the first machine. torch opens its port on every interface
 and has no authentication there: any process that connects can change what the ranks read. `TCPStore` listens elsewhere
-only if it is given a socket that listens already (W67). Here it gets one at the address at which they meet: the loopback
-of a single machine, else the address by which the other machines reached the first.
+only if it is given a socket that listens already (W67). Here it gets one at the address at which they meet: the
+loopback of a single machine, else the address by which the other machines reached the first.
 """
 
 import socket
