@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from network_factory import port_that_drops
-from torch.distributed import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from shardwise.trainer.runtime.run.launcher import store_at_address
 from shardwise.trainer.runtime.run.reach import meet, peers

@@ -12,7 +12,7 @@ import socket
 from datetime import timedelta
 
 from accelerate.commands import launch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
 _BACKLOG = 4096  # ranks that connect at one moment; the kernel's limit is net.core.somaxconn
@@ -34,7 +34,7 @@ def store_at_address(
 
 def main() -> None:
     """Runs Accelerate's launcher with the arguments of this process."""
-    static_tcp_rendezvous.TCPStore = store_at_address  # type: ignore[misc,assignment]  # torchrun has no option for it
+    vars(static_tcp_rendezvous)["TCPStore"] = store_at_address  # torchrun has no option for it
     launch.main()
 
 
