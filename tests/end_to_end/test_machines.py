@@ -138,6 +138,8 @@ def test_a_machine_that_cannot_connect_to_the_launcher_of_rank_0_ends_the_run_on
         cluster.run(*cluster.on_node("n2", "ip", "rule", "delete", *rule))
     printed = machines.told()
     assert codes == [4, 4], printed
-    assert re.search(r"n2: rank 1 cannot reach rank 0 at [\d.]+ port \d+: Network is unreachable$", printed, re.MULTILINE)
+    assert re.search(
+        r"n2: rank 1 cannot reach rank 0 at [\d.]+ port \d+: Network is unreachable$", printed, re.MULTILINE
+    )
     assert "sudo iptables -I INPUT -p tcp -s " in printed
     assert [path.name for path in (machines.run_dir / "attempts").iterdir()] == ["1"]

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from network_factory import port_that_drops
-from torch.distributed import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from shardwise.trainer.runtime.run.launcher import store_at_address
 from shardwise.trainer.runtime.run.reach import meet, peers
@@ -50,6 +50,7 @@ def test_a_rank_that_comes_late_is_waited_for_longer_than_a_connection_may_last(
 )
 def test_a_rank_that_drops_packets_is_named_with_address_port_and_remedy(towards_head: str, remedy: str):
     store = HashStore()
+    store.set_timeout(timedelta(seconds=5))  # of a rank that would wait for others although it cannot reach them
     with port_that_drops() as (address, port):
         store.set("rank-1", f"{address} {port} n1")
         with pytest.raises(EnvironmentFaultError) as raised:

@@ -2,20 +2,20 @@
 
     python -m shardwise.trainer.runtime.run.launcher --config_file accelerate.yaml -m shardwise.trainer plan.json
 
-The ranks and launchers of a run meet at torchrun's store, on the first machine. Its port is open on every interface,
-whatever address rank 0 has, and whoever reaches it can change what the ranks read there: torch listens on all unless it
-is given a socket that listens already (W67). Here it is given one at the address at which they meet: the loopback of a
-single machine, else the address by which the other machines reached the first.
+The ranks and launchers of a run meet at torchrun's store, on the first machine. torch opens its port on every interface
+and has no authentication there: any process that connects can change what the ranks read. `TCPStore` listens elsewhere
+only if it is given a socket that listens already (W67). Here it gets one at the address at which they meet: the
+loopback of a single machine, else the address by which the other machines reached the first.
 """
 
 import socket
 from datetime import timedelta
 
 from accelerate.commands import launch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
-_BACKLOG = 4096  # ranks that connect at one moment; the kernel takes net.core.somaxconn at the most
+_BACKLOG = 4096  # ranks that connect at one moment; the kernel's limit is net.core.somaxconn
 
 
 def store_at_address(
@@ -34,7 +34,7 @@ def store_at_address(
 
 def main() -> None:
     """Runs Accelerate's launcher with the arguments of this process."""
-    static_tcp_rendezvous.TCPStore = store_at_address  # type: ignore[misc,assignment]  # torchrun has no option for it
+    vars(static_tcp_rendezvous)["TCPStore"] = store_at_address  # torchrun has no option for it
     launch.main()
 
 

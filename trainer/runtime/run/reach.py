@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.network import (
