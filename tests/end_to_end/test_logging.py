@@ -55,7 +55,7 @@ def test_every_tracker_has_every_step_of_a_stopped_run_once_and_the_end_is_told(
         range(1, 41)
     )
     for row, line in zip(history, lines, strict=True):
-        sent = {**measured_series(line), **predicted_series(plan.chosen)}
+        sent = {**measured_series(line), **predicted_series(plan.chosen, plan.device_kind)}
         sent |= {name.replace("eval/eval_", "eval/"): value for name, value in sent.items()}
         sent |= {"train/learning_rate": sent["train/lr"], "train/global_step": line["step"]}
         assert {name: value for name, value in row.items() if not name.startswith("_")} == pytest.approx(sent)

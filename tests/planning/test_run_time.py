@@ -12,8 +12,8 @@ from shardwise.trainer.planning.candidates import configuration_of, run_seconds,
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
 from shardwise.trainer.planning.explain.plan_page import explain_plan
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.saving import export_volume, saved_volume
 from shardwise.trainer.planning.search.certainty import part_errors, run_error, time_error
+from shardwise.trainer.planning.speed.files import export_volume, saved_volume
 from shardwise.trainer.planning.speed.step import evaluation_seconds
 from shardwise.trainer.spec.hardware import Disk, Hardware
 from shardwise.trainer.spec.job.kinds import Every

@@ -24,8 +24,8 @@ from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_o
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
-from shardwise.trainer.planning.saving import output_disk
 from shardwise.trainer.planning.search.certainty import error_text, is_least, part_errors
+from shardwise.trainer.planning.speed.files import output_disk
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload
