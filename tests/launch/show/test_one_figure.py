@@ -311,11 +311,11 @@ def test_machine_readable_figures_are_those_of_the_report(run: Finished) -> None
 @pytest.mark.cold
 def test_what_wandb_wrote_offline_has_the_figures_of_metrics_and_report(run: Finished, tmp_path: Path) -> None:
     order = tracker_order(wandb=WandbMode.OFFLINE)
-    Trackers(run.run_dir, order, tracker_environment(tmp_path)).end(EndNotice(has_report=True))
+    shown = Trackers(run.run_dir, order, tracker_environment(tmp_path)).end(EndNotice(has_report=True))
     (path,) = offline_logs(run.run_dir)
     log, report = LoggedRun(path), run.report
     rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert len(log.history) == len(rows)
+    assert len(log.history) == len(rows), shown
     for sent, row in zip(log.history, rows, strict=True):
         for field in ("tokens_per_s", "tokens_per_s_per_gpu", "step_s", "memory_peak_bytes", "host_rss_bytes", "loss"):
             assert sent[series_name(field)] == row[field], field
