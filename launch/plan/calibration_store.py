@@ -16,8 +16,8 @@ import msgspec
 from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, NO_TIMES, LearnedTimes, rates_source
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.saving import export_volume
 from shardwise.trainer.planning.schedule import longest_row_decides
+from shardwise.trainer.planning.speed.files import export_volume
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidate, Plan, RecordSource

@@ -186,7 +186,7 @@ class RunReader:
             self._stall.note(row.get("step_s"))
             if attempt not in self._predicted:
                 plan = self.plan(attempt)
-                self._predicted[attempt] = {} if plan is None else predicted_series(plan.chosen)
+                self._predicted[attempt] = {} if plan is None else predicted_series(plan.chosen, plan.device_kind)
             values = {**self._predicted[attempt], **measured_series(row)}
             yield Line(self._num_lines - 1, row[STEP], attempt, values)
 

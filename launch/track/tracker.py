@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import WandbMode
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.report import Report
@@ -161,14 +162,15 @@ def measured_series(row: Mapping[str, Any]) -> dict[str, float]:
     return {series_name(field): int(value) if isinstance(value, bool) else value for field, value in numbers.items()}
 
 
-def predicted_series(candidate: Candidate) -> dict[str, float]:
-    """The plan's predictions for fields of metrics.jsonl, in the same units."""
+def predicted_series(candidate: Candidate, kind: DeviceKind) -> dict[str, float]:
+    """The plan's predictions for fields of metrics.jsonl, in the same units; a CPU has RAM alone."""
     memory, speed = candidate.memory, candidate.speed
     fields: dict[str, float | None] = {
         "memory_peak_bytes": memory.peak_allocated_bytes,
         "memory_allocated_bytes": memory.steady_allocated_bytes,
-        "memory_reserved_bytes": memory.peak_reserved_bytes,
-        "memory_device_bytes": memory.device_bytes,
+        "memory_reserved_bytes": None if kind is DeviceKind.CPU else memory.peak_reserved_bytes,
+        "memory_device_bytes": None if kind is DeviceKind.CPU else memory.device_bytes,
+        "host_rss_bytes": memory.need_bytes if kind is DeviceKind.CPU else None,
         "step_s": speed.step_s,
         "tokens_per_s": speed.tokens_per_s_per_gpu * candidate.num_ranks,
         "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu,

@@ -173,7 +173,7 @@ def run_config(plan: Plan) -> dict[str, Any]:
         "predicted": {
             "memory": chosen["memory"],
             "speed": chosen["speed"],
-            **predicted_series(plan.chosen),
+            **predicted_series(plan.chosen, plan.device_kind),
             **_times(run_seconds(context, plan.chosen), run_time(context, plan.chosen).parts_s, suffix=PREDICTED),
         },
         "hardware": msgspec.to_builtins(plan.hardware),

@@ -51,7 +51,7 @@ SECTIONS = (
                 "peak by phase, bytes",
                 ("memory_peak_forward_bytes", "memory_peak_backward_bytes", "memory_peak_optimizer_bytes"),
             ),
-            Chart("host memory, bytes", ("host_rss_bytes", "host_pinned_bytes")),
+            Chart("host memory, bytes", ("host_rss_bytes", "host_pinned_bytes"), predicted=("host_rss_bytes",)),
         ),
     ),
     Section(

@@ -12,6 +12,7 @@ from shardwise.launch.track.offline import offline_logs, read_wandb_run
 from shardwise.launch.track.tracker import measured_series, predicted_series
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.report import Report, TimePart
 
 KEY = "canary" + "0123456789" * 4
 KEEP = "import sys\nopen({path!r}, 'a').write(sys.stdin.read() + '\\n')\n"
@@ -55,7 +56,7 @@ def test_every_tracker_has_every_step_of_a_stopped_run_once_and_the_end_is_told(
         range(1, 41)
     )
     for row, line in zip(history, lines, strict=True):
-        sent = {**measured_series(line), **predicted_series(plan.chosen)}
+        sent = {**measured_series(line), **predicted_series(plan.chosen, plan.device_kind)}
         sent |= {name.replace("eval/eval_", "eval/"): value for name, value in sent.items()}
         sent |= {"train/learning_rate": sent["train/lr"], "train/global_step": line["step"]}
         assert {name: value for name, value in row.items() if not name.startswith("_")} == pytest.approx(sent)
@@ -68,6 +69,12 @@ def test_every_tracker_has_every_step_of_a_stopped_run_once_and_the_end_is_told(
     assert [run.identity for run in runs] == [read_wandb_run(run_dir).id] * 2
     assert [run.of("exit")[0].exit_code for run in runs] == [130, 0]
     assert [run.summary["report/ending"] for run in (first, last)] == ["stopped", "finished"]
+    report = codec.read(run_dir / "report.json", Report)
+    assert sum(report.predicted_parts_s.values()) == pytest.approx(report.predicted_s)
+    assert sum(report.parts_s.values()) == pytest.approx(report.duration_s)
+    assert {TimePart.STEPS, TimePart.SAVING, TimePart.SAMPLE, TimePart.EXPORT} <= report.parts_s.keys()
+    assert report.saved_bytes and last.summary["report/duration_s"] == report.duration_s
+    assert last.summary["report/duration_s_predicted"] == report.predicted_s
 
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()

@@ -12,8 +12,8 @@ from shardwise.trainer.planning.candidates import configuration_of, run_seconds,
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
 from shardwise.trainer.planning.explain.plan_page import explain_plan
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.saving import export_volume, saved_volume
 from shardwise.trainer.planning.search.certainty import part_errors, run_error, time_error
+from shardwise.trainer.planning.speed.files import export_volume, saved_volume
 from shardwise.trainer.planning.speed.step import evaluation_seconds
 from shardwise.trainer.spec.hardware import Disk, Hardware
 from shardwise.trainer.spec.job.kinds import Every
@@ -77,7 +77,8 @@ def test_saves_and_the_export_are_bytes_at_the_rate_of_a_measured_disk() -> None
     assert time.export == pytest.approx(weights / (100 * MIB) + weights / (200 * MIB))
     assert time.total_s == pytest.approx(sum(time.parts_s.values())) and time.not_predicted == (TimePart.START_UP,)
     assert set(part_errors(context, chosen)) == set(time.parts_s)
-    assert "as / was measured" in explain_plan(plan, width=200)
+    shown = " ".join(explain_plan(plan, width=200).split())
+    assert "as / was measured" in shown and shown.count("(at least)") == 2, "files are more than their bytes"
 
 
 def test_saves_that_are_limited_cost_their_share_of_the_training() -> None:

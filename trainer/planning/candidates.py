@@ -21,8 +21,8 @@ from shardwise.trainer.planning.calibrate import corrected_memory, corrected_spe
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.memory import estimate_memory, host_need, least_bytes, needed_bytes, state_need
-from shardwise.trainer.planning.saving import export_seconds, saving_seconds
 from shardwise.trainer.planning.schedule import longest_width, mean_width, row_policy
+from shardwise.trainer.planning.speed.files import export_seconds, saving_seconds
 from shardwise.trainer.planning.speed.step import compile_seconds, estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate

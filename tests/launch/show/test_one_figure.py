@@ -289,7 +289,7 @@ def test_machine_readable_figures_are_those_of_the_report(run: Finished) -> None
     assert sent["tokens_per_s_per_gpu"] == measured.speed.tokens_per_s_per_gpu
     assert sent["memory_peak_bytes"] == measured.memory.peak_allocated_bytes
     chosen = run.plan.chosen
-    drawn, totals = predicted_series(chosen), run_totals(context_of(run.plan), chosen)
+    drawn, totals = predicted_series(chosen, run.plan.device_kind), run_totals(context_of(run.plan), chosen)
     expected = report.predicted
     for field, value in {
         "memory_peak_bytes": expected.memory.peak_allocated_bytes,
@@ -297,6 +297,7 @@ def test_machine_readable_figures_are_those_of_the_report(run: Finished) -> None
         "step_s": expected.speed.step_s,
         "tokens_per_s_per_gpu": expected.speed.tokens_per_s_per_gpu,
         "tokens_per_s": totals.tokens_per_s,
+        "host_rss_bytes": chosen.memory.need_bytes,
     }.items():
         assert value is not None and drawn[f"{series_name(field)}{PREDICTED}"] == pytest.approx(value), field
     assert str(chosen.memory.need_bytes) in json.dumps(config, default=str)
@@ -310,15 +311,15 @@ def test_machine_readable_figures_are_those_of_the_report(run: Finished) -> None
 @pytest.mark.cold
 def test_what_wandb_wrote_offline_has_the_figures_of_metrics_and_report(run: Finished, tmp_path: Path) -> None:
     order = tracker_order(wandb=WandbMode.OFFLINE)
-    Trackers(run.run_dir, order, tracker_environment(tmp_path)).end(EndNotice(has_report=True))
+    shown = Trackers(run.run_dir, order, tracker_environment(tmp_path)).end(EndNotice(has_report=True))
     (path,) = offline_logs(run.run_dir)
     log, report = LoggedRun(path), run.report
     rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert len(log.history) == len(rows)
+    assert len(log.history) == len(rows), shown
     for sent, row in zip(log.history, rows, strict=True):
         for field in ("tokens_per_s", "tokens_per_s_per_gpu", "step_s", "memory_peak_bytes", "host_rss_bytes", "loss"):
             assert sent[series_name(field)] == row[field], field
-    expected = predicted_series(run.plan.chosen)
+    expected = predicted_series(run.plan.chosen, run.plan.device_kind)
     assert {name: log.history[-1][name] for name in expected} == pytest.approx(expected)
     assert {name: log.config["predicted"][name] for name in expected} == pytest.approx(expected)
     figures = {f"report/{name}": value for name, value in run_figures(report).items()}

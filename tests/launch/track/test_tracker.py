@@ -3,6 +3,7 @@
 from run_factory import run_plan
 
 from shardwise.launch.track.tracker import Summaries, measured_series, predicted_series, series_name, summary_of
+from shardwise.trainer.spec.hardware import DeviceKind
 
 
 def test_numbers_are_sent_and_a_prediction_has_the_name_of_its_measured_series():
@@ -11,13 +12,16 @@ def test_numbers_are_sent_and_a_prediction_has_the_name_of_its_measured_series()
     row = {"step": 3, "loss": None, "lr": 0.1, "skipped": True, "skipped_rows": [1], "gpu_throttle": "heat", "new": 7}
     assert measured_series(row) == {"step": 3, "train/lr": 0.1, "train/skipped": 1, "other/new": 7}
     chosen = run_plan().chosen
-    series = predicted_series(chosen)
+    series = predicted_series(chosen, DeviceKind.CUDA)
     assert series["memory/memory_peak_bytes_predicted"] == chosen.memory.peak_allocated_bytes
     assert series["memory/memory_allocated_bytes_predicted"] == chosen.memory.steady_allocated_bytes
     assert series["speed/tokens_per_s_predicted"] == chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks
     assert series["time/step_s_predicted"] == chosen.speed.step_s
+    on_cpu = predicted_series(chosen, DeviceKind.CPU)
+    assert on_cpu["memory/host_rss_bytes_predicted"] == chosen.memory.need_bytes
+    assert not {"memory/memory_reserved_bytes_predicted", "memory/memory_device_bytes_predicted"} & on_cpu.keys()
     measured = {series_name(field) for field in StepMetrics.__struct_fields__}
-    assert {name.removesuffix("_predicted") for name in series} <= measured
+    assert {name.removesuffix("_predicted") for name in (*series, *on_cpu)} <= measured
 
 
 def test_summaries_are_those_of_all_lines():

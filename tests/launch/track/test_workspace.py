@@ -13,6 +13,7 @@ from shardwise.launch.terminal import Console
 from shardwise.launch.track.tracker import STEP, predicted_series, series_name
 from shardwise.launch.track.workspace import IDENTITY, NAME, SECTIONS, run_workspace, series_of, workspace
 from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.hardware import DeviceKind
 
 KEY = "canary" + "0123456789" * 4
 
@@ -22,7 +23,8 @@ def test_every_series_of_a_chart_is_one_that_is_sent():
 
     chosen = run_plan().chosen
     chosen = replace(chosen, speed=replace(chosen.speed, mfu=0.5))
-    sent = {series_name(field) for field in StepMetrics.__struct_fields__} | predicted_series(chosen).keys()
+    sent = {series_name(field) for field in StepMetrics.__struct_fields__}
+    sent |= {name for kind in DeviceKind for name in predicted_series(chosen, kind)}
     charts = [chart for section in SECTIONS for chart in section.charts]
     assert charts and {series for chart in charts for series in series_of(chart)} - sent == set()
     for section in SECTIONS[:2]:

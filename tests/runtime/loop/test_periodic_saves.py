@@ -157,6 +157,9 @@ def save_at(session, step: int) -> None:
 def test_a_checkpoint_counts_though_an_older_one_could_not_be_removed(session, monkeypatch):
     save_at(session, 1)
     assert (session.state.checkpoint, session.state.incidents) == ("checkpoints/step-00000001", [])
+    once = session.state.saved_bytes
+    save_at(session, 1)
+    assert session.state.saved_bytes == once > 0, "what is there already is not written again"
     rename = os.rename
 
     def refuse(source, target):

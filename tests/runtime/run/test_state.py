@@ -14,7 +14,12 @@ from report_factory import make_report
 from shardwise.trainer.runtime.loop.metrics import MetricsFile, StepMetrics
 from shardwise.trainer.runtime.run import state
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.messages.rank_files import SAVING_PHASE, read_heartbeat
+from shardwise.trainer.spec.messages.rank_files import (
+    REFERENCE_PHASE,
+    SAMPLING_PHASE,
+    SAVING_PHASE,
+    read_heartbeat,
+)
 from shardwise.trainer.spec.report import Report
 
 LOSSES = tuple(2.0 + 0.25 * math.sin(step) for step in range(state.LEAST_STEPS))
@@ -183,8 +188,9 @@ def test_a_report_has_the_seconds_of_each_part_of_the_run(tmp_path, monkeypatch)
     now = iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
     writer = state.ReportWriter(paths, rank=1)
-    for phase in ("loading the model", "data", "backward", "evaluating", "training", SAVING_PHASE):
+    phases = ("loading the model", f"{REFERENCE_PHASE}, 10 % done", "data", "backward", "evaluating", "training")
+    for phase in (*phases, SAVING_PHASE, SAMPLING_PHASE):
         writer.beat(phase, step=1)
     writer.write_report(make_report())
     seconds = codec.read(paths.attempt_dir / "report-rank-1.json", Report).phases_s
-    assert seconds == {"steps": 30.0, "evaluation": 10.0, "saving": 10.0}
+    assert seconds == {"steps": 30.0, "evaluation": 20.0, "saving": 10.0, "sample": 10.0}

@@ -24,8 +24,8 @@ from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_o
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
-from shardwise.trainer.planning.saving import output_disk
-from shardwise.trainer.planning.search.certainty import error_text, part_errors
+from shardwise.trainer.planning.search.certainty import error_text, is_least, part_errors
+from shardwise.trainer.planning.speed.files import output_disk
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload
@@ -316,7 +316,10 @@ def _time_lines(plan: Plan, context: PlanningContext) -> Iterator[str]:
         return
     chosen, time = plan.chosen, run_time(context, plan.chosen)
     errors = part_errors(context, chosen)
-    known = {part: f"{format_seconds(time_s)} ({error_text(errors[part])})" for part, time_s in time.parts_s.items()}
+    known = {
+        part: f"{format_seconds(time_s)} ({'at least' if is_least(context, part) else error_text(errors[part])})"
+        for part, time_s in time.parts_s.items()
+    }
     known |= dict.fromkeys(time.not_predicted, "not predicted")
     parts = [f"{part} {known[part]}" for part in TimePart if part in known]
     yield f"time of the run, {format_seconds(time.total_s)}: {', '.join(parts)}"

@@ -89,7 +89,14 @@ def time_error(context: PlanningContext, candidate: Candidate) -> float | None:
     return learned if correction.is_of_class else max(learned, of_configuration)
 
 
-FILES_ERROR = 1.0  # of the rate of a disk, and of what a single run had: a factor of two
+FILES_ERROR = 1.0  # of the start-up and of files, as earlier runs had them or a disk was measured: a factor of two
+
+
+def is_least(context: PlanningContext, part: str) -> bool:
+    """True of a part whose bytes alone are predicted, by the rate of a disk: small files and checks add to it."""
+    times = context.corrections.times
+    rates = {TimePart.SAVING.value: times.saved_bytes_per_s, TimePart.EXPORT.value: times.exported_bytes_per_s}
+    return part in rates and rates[part] is None
 
 
 def part_errors(context: PlanningContext, candidate: Candidate) -> dict[str, float]:
