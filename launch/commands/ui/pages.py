@@ -257,7 +257,9 @@ def _over_steps(section: Section) -> Section:
 def _without_steps(section: Section) -> Section | None:
     """The blocks of a section other than charts over steps, if one is a chart over the time of a step."""
     blocks = tuple(block for block in section.blocks if not _has_step_axis(block))
-    return replace(section, blocks=blocks) if any(isinstance(block, LineChart) for block in blocks) else None
+    if not any(isinstance(block, LineChart) for block in blocks):
+        return None
+    return replace(section, title=f"{section.title} during one step", blocks=blocks)
 
 
 def _has_step_axis(block: Block) -> bool:

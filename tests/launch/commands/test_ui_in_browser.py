@@ -181,6 +181,16 @@ def test_the_explorer_plans_what_its_form_has_at_once(browser: Browser, server: 
     assert opened.messages == []
 
 
+def test_no_cell_of_a_table_covers_another_where_nothing_fits(browser: Browser, server: UiServer):
+    script = """[...document.querySelectorAll("main tr")].flatMap((row) => {
+      const boxes = [...row.cells].map((cell) => [cell.getBoundingClientRect(), cell.innerText]);
+      return boxes.slice(1).filter(([box], number) => box.left < boxes[number][0].right - 1).map(([, text]) => text);
+    })"""
+    address = f"{server.address}/plan?model=llama-3.1-70b&method=full&card=RTX-4060-8GB"
+    opened = browser.open(address, width=1280, until="document.querySelectorAll('main tr').length > 4", script=script)
+    assert opened.value == [] and opened.messages == []
+
+
 def test_the_list_is_sorted_by_a_column_and_stays_so_when_it_is_renewed(browser: Browser, server: UiServer):
     script = """(() => {
       const names = () => [...document.querySelectorAll("table.runs tbody tr")].map((row) => row.cells[1].textContent);
@@ -288,8 +298,11 @@ def test_a_form_of_a_page_acts_in_a_browser(browser: Browser, acting: UiServer):
     assert not (acting.runs.folder / "run-000" / "cancelled").exists()
 
 
-def test_a_question_is_sent_by_enter_and_what_came_of_it_appears_on_the_page(browser: Browser, acting: UiServer):
+def test_a_question_is_sent_by_enter_and_what_came_of_it_appears_on_the_page(
+    browser: Browser, acting: UiServer, monkeypatch: pytest.MonkeyPatch
+):
     """The run has no model, so that none is loaded."""
+    monkeypatch.setattr("shardwise.launch.commands.ui.pages.LIVE_S", 0.1)
     until = """(() => {
       const box = document.getElementById("question");
       if (box && !sessionStorage.getItem("sent")) {
