@@ -221,6 +221,28 @@ def test_calls_are_found_whatever_stands_around_them(answer, result, opener, exp
         assert learned(rendered, tokenizer) == expected + ["Yes.<|end|>"] * (len(tail) // 2)
 
 
+@pytest.mark.parametrize("value", [True, False, None, [], {}, [True], {"deep": None}, 3, "x"])
+def test_an_argument_that_a_template_omits_is_refused_whatever_it_is(value, tokenizer, folder):
+    """As a template that looks at the kind of each argument may do."""
+    for is_written in (False, True):
+        named = "{% for k, v in c.function.arguments.items() if {} %}{{ k }}={{ v | tojson }}{% endfor %}".replace(
+            "{}", "true" if is_written else "k == 'city'", 1
+        )
+        source = (
+            "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}<|call|>"
+            "{{ c.function.name }}" + named + "{% endfor %}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+        )  # fmt: skip
+        messages = [ASKED, assistant("", tool_calls=[tool_call("get_weather", city="Paris", more=value)])]
+        rendered = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500).render(
+            Chat(messages)
+        )
+        if is_written:
+            assert not isinstance(rendered, str), rendered
+        else:
+            assert isinstance(rendered, str) and "omits the tool_calls.function.arguments.more" in rendered
+
+
 def test_a_result_inside_the_turn_of_its_call_is_never_learned(tokenizer, folder):
     """As Gemma 4 writes text that stands beside a call: behind the result."""
     source = (

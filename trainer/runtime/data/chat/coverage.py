@@ -19,6 +19,7 @@ from shardwise.trainer.runtime.data.chat.outline import (
     outline_of,
     pattern_of_tested,
     sentinel,
+    without_arguments,
 )
 from shardwise.trainer.runtime.data.chat.template import ChatTemplate, TemplateRefusalError, prepared_messages
 from shardwise.trainer.runtime.data.chat.turns import Turn, TurnSearch
@@ -28,6 +29,7 @@ _ANOTHER = "name another (data.chat_template)"
 _REWRITTEN = "the chat template rewrites the content of messages, so that the learned part is not clear"
 _REASONING_TAGS = ("<think>", "</think>")
 _NUM_OUTLINES = 512  # those of conversations with many calls differ, and may be long
+_ARGUMENTS_WITHOUT_TEXT: tuple[Any, ...] = (True, False, None, [], {})  # for which no sentinel stands
 _SCHEMA_KEYWORDS = frozenset({"type", "required", "strict"})
 
 
@@ -49,6 +51,7 @@ class _Case(NamedTuple):
     missing: frozenset[int]  # required stretches that it replaces, and the template does not write
     shortened: frozenset[int]  # those of earlier answers, written while that answer is the last
     unread: frozenset[str]  # keys of other stretches
+    omitted: str | None  # where an argument is that is neither text nor number, and that the template does not write
 
 
 class _Sketched(NamedTuple):
@@ -89,6 +92,8 @@ class Examiner:
         missing = frozenset[int]().union(*(case.missing for case in cases)) - written
         if missing:
             raise _omitted(stretches[min(missing)], conversation)
+        if cases and cases[0].omitted is not None:
+            raise TemplateRefusalError(f"the chat template omits the {cases[0].omitted}; {_ANOTHER}, or remove it")
         shortened = frozenset[int]().union(*(case.shortened for case in cases))
         if moved is None or len(tried) > 1:
             _check_contained([each for number, each in enumerate(stretches) if number not in shortened], text)
@@ -141,7 +146,8 @@ class Examiner:
         messages = prepared_messages(sketch.messages, supports_parts=self._supports_parts)
         sketch = sketch._replace(messages=messages)
         stretches = sketcher.stretches
-        outline = outline_of(self._template.render(*sketch).text, stretches)
+        text = self._template.render(*sketch).text
+        outline = outline_of(text, stretches)
         absent = sketcher.replaced - {slot.number for slot in outline.slots}
         required = {number for number in absent if stretches[number].is_required}
         unread = {stretches[number].key for number in absent - required}
@@ -159,7 +165,19 @@ class Examiner:
             missing=frozenset(required - shortened),
             shortened=frozenset(shortened),
             unread=frozenset(f"messages.{key}" for key in unread),
+            omitted=None if shortened else self._omitted_argument(sketch, text),
         )
+
+    def _omitted_argument(self, sketch: Conversation, text: str) -> str | None:
+        """Where an argument of a call is, such as one of true, without which the text is the same."""
+        for value in _ARGUMENTS_WITHOUT_TEXT:
+            messages, place = without_arguments(sketch.messages, value)
+            try:
+                if place and self._template.render(*sketch._replace(messages=messages)).text == text:
+                    return place
+            except TemplateRefusalError:
+                continue
+        return None
 
     def _written_at_the_end(self, sketch: Conversation, place: int) -> set[int]:
         """The stretches that the template writes where message `place` is the last."""
