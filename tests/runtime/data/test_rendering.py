@@ -243,6 +243,24 @@ def test_an_argument_that_a_template_omits_is_refused_whatever_it_is(value, toke
             assert isinstance(rendered, str) and "omits the tool_calls.function.arguments.more" in rendered
 
 
+def test_the_names_of_arguments_are_in_the_text(tokenizer, folder):
+    values = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}({{ c.function.arguments.values() | join(', ') }}){% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    named = values.replace("arguments.values() | join(', ')", "arguments | tojson")
+    messages = [
+        ASKED,
+        assistant("", tool_calls=[tool_call("get_weather", **{"città": "Paris", "more": [{"deep": "a"}]})]),
+    ]
+    for source, is_learned in ((values, False), (named, True)):
+        one = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500)
+        rendered = one.render(Chat(messages))
+        assert is_learned is not isinstance(rendered, str)
+        assert is_learned or "omits the name of the argument città of message 2" in str(rendered)
+
+
 def test_a_result_inside_the_turn_of_its_call_is_never_learned(tokenizer, folder):
     """As Gemma 4 writes text that stands beside a call: behind the result."""
     source = (

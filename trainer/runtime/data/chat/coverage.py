@@ -23,7 +23,7 @@ from shardwise.trainer.runtime.data.chat.outline import (
 )
 from shardwise.trainer.runtime.data.chat.template import ChatTemplate, TemplateRefusalError, prepared_messages
 from shardwise.trainer.runtime.data.chat.turns import Turn, TurnSearch
-from shardwise.trainer.runtime.data.sources import TEMPLATE_KWARGS
+from shardwise.trainer.runtime.data.sources import TEMPLATE_KWARGS, Message
 
 _ANOTHER = "name another (data.chat_template)"
 _REWRITTEN = "the chat template rewrites the content of messages, so that the learned part is not clear"
@@ -97,6 +97,8 @@ class Examiner:
         shortened = frozenset[int]().union(*(case.shortened for case in cases))
         if moved is None or len(tried) > 1:
             _check_contained([each for number, each in enumerate(stretches) if number not in shortened], text)
+        if not shortened:
+            _check_argument_names(conversation.messages, text)
         if cases and cases[0].kind is Sketch.ALL:
             unread |= cases[0].unread
         else:
@@ -246,6 +248,29 @@ def _check_contained(stretches: Sequence[Stretch], text: str) -> None:
         if _letters(stretch.text) not in letters:
             where = f"the {stretch.key} of message {stretch.message + 1}"
             raise TemplateRefusalError(f"the chat template rewrites {where}, or omits a part of it; {_ANOTHER}")
+
+
+def _check_argument_names(messages: Sequence[Message], text: str) -> None:
+    """TemplateRefusalError for the name of an argument that is not in the text."""
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            for name in _names_in(_function_of(call).get("arguments")):
+                if not any(
+                    each in text for each in (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1])
+                ):
+                    raise TemplateRefusalError(
+                        f"the chat template omits the name of the argument {name} of message {number + 1}; {_ANOTHER}"
+                    )
+
+
+def _names_in(arguments: Any) -> Iterator[str]:  # noqa: ANN401 - any JSON
+    """Every key of an object and of the objects in it."""
+    for name, each in arguments.items() if isinstance(arguments, dict) else ():
+        yield name
+        yield from _names_in(each)
+    for each in arguments if isinstance(arguments, list) else ():
+        yield from _names_in(each)
 
 
 def _is_written(string: str, text: str) -> bool:
