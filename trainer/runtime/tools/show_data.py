@@ -12,7 +12,7 @@ behind a margin that names it, since marks inside the text are hard to distingui
 
 A line end of the text is shown as \\n before the line ends, for a stretch may end in the middle of a line. Special
 tokens are shown as they are spelt. Of a long stretch that is only read, such as the definitions of tools, beginning and
-end are shown, so that the first answers are always among the SHOWN_TOKENS.
+end are shown, so that the first turns that are learned are shown.
 """
 
 from collections.abc import Iterator, Sequence
