@@ -12,7 +12,7 @@ from conversations import CONVERSATIONS, TOOLS, assistant, system, tool_call, tr
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from shardwise.trainer.runtime.data.chat.rendering import Renderer
+from shardwise.trainer.runtime.data.chat.rendering import PreferenceIds, Renderer
 from shardwise.trainer.runtime.data.chat.template import ChatTemplate, load_chat_template
 from shardwise.trainer.runtime.data.sources import EXCLUDED, Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, named_tokens
@@ -259,6 +259,22 @@ def test_the_names_of_arguments_are_in_the_text(tokenizer, folder):
         rendered = one.render(Chat(messages))
         assert is_learned is not isinstance(rendered, str)
         assert is_learned or "omits the name of the argument città of message 2" in str(rendered)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
+def test_turns_of_a_prompt_that_the_template_rewrites_later_are_not_learned(name, renderer, tokenizer):
+    """gpt-oss writes the text beside a call only until an answer follows it."""
+    last = ["<|channel|>final<|message|>Mild.<|return|>"]
+    one, of_last = renderer(name), renderer(name, LossOn.COMPLETION)
+    rendered = [
+        one.render(Completion(TEXT_AND_CALL[:3], TEXT_AND_CALL[3:], TOOLS)),
+        one.render(Preference(TEXT_AND_CALL[:3], TEXT_AND_CALL[3:], [assistant("Cold.")], TOOLS)),
+        of_last.render(Chat(TEXT_AND_CALL, TOOLS)),
+    ]
+    for each in rendered:
+        assert not isinstance(each, str), each
+        found = learned(each.chosen if isinstance(each, PreferenceIds) else each, tokenizer)
+        assert [text.removeprefix("<|start|>assistant") for text in found] == last
 
 
 def test_a_result_inside_the_turn_of_its_call_is_never_learned(tokenizer, folder):
