@@ -86,6 +86,7 @@ class ModelFacts(NamedTuple):
     max_positions: int | None = None
     vocab_size: int | None = None
     has_chat_template: bool | None = None
+    has_tokenizer: bool = False
     problem: tuple[str, ...] = ()  # the reason, if the model could not be read
 
 
@@ -118,9 +119,10 @@ def look_at_model(model: str) -> ModelFacts:
         return ModelFacts(is_from_scratch, problem=(str(error),))
     tokenizer = files.tokenizer_path
     has_template = False if is_from_scratch and tokenizer is None else None
+    has_tokenizer = tokenizer is not None
     if tokenizer is not None and Path(tokenizer).is_dir():
         has_template = "default" in chat_templates(Path(tokenizer))
-    return ModelFacts(is_from_scratch, positions, vocab_size, has_template)
+    return ModelFacts(is_from_scratch, positions, vocab_size, has_template, has_tokenizer)
 
 
 MOST_READ_BYTES = 16 * 2**20  # of data whose rows are counted
@@ -157,7 +159,12 @@ def job_template(*, model: str, data: str, model_facts: ModelFacts, data_facts: 
     """A commented job for this model and this data: only what must be stated, or what differs from the defaults."""
     from shardwise.launch.job.yaml_text import write_scalar
 
-    if model_facts.starts_from_scratch:
+    if model_facts.starts_from_scratch and model_facts.has_tokenizer:
+        what, why = (
+            {"config": model, "tokenizer": model},
+            "from scratch, with its own tokenizer (name: starts from weights)",
+        )
+    elif model_facts.starts_from_scratch:
         what = {"config": model, "tokenizer": "train"}
         why = "from scratch, with a tokenizer made from the data (name: starts from weights)"
     else:
@@ -191,7 +198,7 @@ def _chat_template(model: ModelFacts, data: DataFacts) -> tuple[str, str, str]:
     if data.shape not in (DataFormat.CHAT, DataFormat.PREFERENCE) or model.has_chat_template is not False:
         return "chat_template", "", ""
     if model.starts_from_scratch:
-        return "chat_template", "chatml", "the new tokenizer has none"
+        return "chat_template", "chatml", "the tokenizer has none"
     return "chat_template", "plain", "the tokenizer has none; this one needs no new tokens (chatml has two)"
 
 

@@ -110,6 +110,12 @@ def _head_sizes(fields: Fields, smaller: Fields, rotated: int | None) -> Fields:
         found["num_heads"] = fields["expand"] * smaller["hidden_size"] // smaller["head_dim"]
     if fields.get("mamba_d_ssm"):  # Falcon H1
         found["mamba_d_ssm"] = smaller["mamba_n_heads"] * smaller["mamba_d_head"]
+    elif all(
+        _is_number(fields.get(name)) for name in ("mamba_expand", "mamba_n_heads", "mamba_d_head")
+    ):  # Granite, Bamba
+        inner = smaller["mamba_expand"] * smaller["hidden_size"]
+        found["mamba_n_heads"] = min(smaller["mamba_n_heads"], inner)
+        found["mamba_d_head"] = inner // found["mamba_n_heads"]
     if "attention_hidden_size" in fields and "attention_head_dim" in fields:  # Zamba: a hidden state and the first one
         found["attention_hidden_size"] = (
             fields["attention_hidden_size"] * smaller["hidden_size"] // fields["hidden_size"]

@@ -75,7 +75,9 @@ def test_a_model_and_data_on_disk_are_read(tmp_path: Path) -> None:
     model, data = look_at_model(str(tmp_path)), look_at_data(str(tmp_path / "chats.jsonl"))
     assert model == ModelFacts(True, 128, 320, has_chat_template=False)
     assert (data.shape, data.num_rows, data.longest_bytes) == (DataFormat.CHAT, 3, 50)
+    assert job_for(str(tmp_path)).model.tokenizer == "train"
     (tmp_path / "vocab.txt").touch()
+    assert job_for(str(tmp_path)).model.tokenizer == job_for(str(tmp_path)).model.config == str(tmp_path)
     for text in ("{}", '{"chat_template": "{{ messages }}"}'):
         (tmp_path / "tokenizer_config.json").write_text(text)
         assert look_at_model(str(tmp_path)).has_chat_template is (text != "{}")

@@ -12,7 +12,7 @@ from conversations import CONVERSATIONS, TOOLS, assistant, system, tool_call, tr
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from shardwise.trainer.runtime.data.chat.rendering import Renderer
+from shardwise.trainer.runtime.data.chat.rendering import PreferenceIds, Renderer
 from shardwise.trainer.runtime.data.chat.template import ChatTemplate, load_chat_template
 from shardwise.trainer.runtime.data.sources import EXCLUDED, Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, named_tokens
@@ -219,6 +219,62 @@ def test_calls_are_found_whatever_stands_around_them(answer, result, opener, exp
     for tail in ([], [user("Sure?"), assistant("Yes.")]):
         rendered = Renderer(tokenizer, template, LossOn.AUTO, 500).render(Chat([*messages, *tail]))
         assert learned(rendered, tokenizer) == expected + ["Yes.<|end|>"] * (len(tail) // 2)
+
+
+@pytest.mark.parametrize("value", [True, False, None, [], {}, [True], {"deep": None}, 3, "x"])
+def test_an_argument_that_a_template_omits_is_refused_whatever_it_is(value, tokenizer, folder):
+    """As a template that looks at the kind of each argument may do."""
+    for is_written in (False, True):
+        named = "{% for k, v in c.function.arguments.items() if {} %}{{ k }}={{ v | tojson }}{% endfor %}".replace(
+            "{}", "true" if is_written else "k == 'city'", 1
+        )
+        source = (
+            "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}<|call|>"
+            "{{ c.function.name }}" + named + "{% endfor %}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+        )  # fmt: skip
+        messages = [ASKED, assistant("", tool_calls=[tool_call("get_weather", city="Paris", more=value)])]
+        rendered = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500).render(
+            Chat(messages)
+        )
+        if is_written:
+            assert not isinstance(rendered, str), rendered
+        else:
+            assert isinstance(rendered, str) and "omits the tool_calls.function.arguments.more" in rendered
+
+
+def test_the_names_of_arguments_are_in_the_text(tokenizer, folder):
+    values = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}({{ c.function.arguments.values() | join(', ') }}){% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    named = values.replace("arguments.values() | join(', ')", "arguments | tojson")
+    messages = [
+        ASKED,
+        assistant("", tool_calls=[tool_call("get_weather", **{"città": "Paris", "more": [{"deep": "a"}]})]),
+    ]
+    for source, is_learned in ((values, False), (named, True)):
+        one = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500)
+        rendered = one.render(Chat(messages))
+        assert is_learned is not isinstance(rendered, str)
+        assert is_learned or "omits the name of the argument città of message 2" in str(rendered)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
+def test_turns_of_a_prompt_that_the_template_rewrites_later_are_not_learned(name, renderer, tokenizer):
+    """gpt-oss writes the text beside a call only until an answer follows it."""
+    last = ["<|channel|>final<|message|>Mild.<|return|>"]
+    one, of_last = renderer(name), renderer(name, LossOn.COMPLETION)
+    rendered = [
+        one.render(Completion(TEXT_AND_CALL[:3], TEXT_AND_CALL[3:], TOOLS)),
+        one.render(Preference(TEXT_AND_CALL[:3], TEXT_AND_CALL[3:], [assistant("Cold.")], TOOLS)),
+        of_last.render(Chat(TEXT_AND_CALL, TOOLS)),
+    ]
+    for each in rendered:
+        assert not isinstance(each, str), each
+        found = learned(each.chosen if isinstance(each, PreferenceIds) else each, tokenizer)
+        assert [text.removeprefix("<|start|>assistant") for text in found] == last
 
 
 def test_a_result_inside_the_turn_of_its_call_is_never_learned(tokenizer, folder):

@@ -11,8 +11,9 @@ from table_files import COMPRESSORS, lines_of, parquet_of
 
 from shardwise.launch.inputs.data_files import shape_of_first_row
 from shardwise.trainer.runtime.data.sources import EXCLUDED, Chat, Completion, Preference, TokenIds
-from shardwise.trainer.runtime.data.sources.files import LeftOutRow, read_rows
+from shardwise.trainer.runtime.data.sources.files import BadRow, LeftOutRow, read_rows
 from shardwise.trainer.runtime.data.sources.rows import Example, RowReading, detect_shape, read_example
+from shardwise.trainer.runtime.data.sources.scan import Block, read_blocks
 from shardwise.trainer.spec.data import shapes
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.fields import BY_PATH
@@ -230,6 +231,62 @@ def test_what_else_a_message_holds_is_kept_and_nulls_are_not():
         ],
         [{"type": "function", "function": {"name": "add"}}],
     )
+
+
+def called(arguments):
+    return assistant("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}])
+
+
+def test_a_null_is_kept_where_it_is_a_value():
+    arguments = {"a": 2, "b": None, "more": [{"c": None}]}
+    unit = {"type": ["string", "null"], "default": None}
+    tool = {"name": "add", "parameters": {"type": "object", "properties": {"b": {**unit, "enum": None}}}}
+    whole = {"name": "add", "parameters": {"type": "object", "properties": {"b": unit}}}
+    row = {"messages": [ASKED, called(arguments)], "tools": [tool]}
+    assert example(row, CHAT) == Chat([ASKED, called(arguments)], [whole])
+    said = {"role": "function_call", "content": json.dumps({"name": "add", "arguments": arguments})}
+    assert example({"messages": [ASKED, said]}, CHAT) == Chat([ASKED, called(arguments)])
+    asks = {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": arguments}}
+    assert example({"messages": [ASKED, asks]}, CHAT) == Chat([ASKED, called(arguments)])
+
+
+def test_a_null_of_a_table_is_a_key_that_another_row_has(tmp_path):
+    table = pa.Table.from_pylist([{"messages": [ASKED, called({"a": 2})]}, {"messages": [ASKED, called({"b": 3})]}])
+    file = written_source(tmp_path / "a.parquet", parquet_of(table))
+    found = [
+        each.content for each in read_blocks(file, RowReading(CHAT, {}, vocab_size=100)) if isinstance(each, Block)
+    ]
+    assert found == [Chat([ASKED, called({"a": 2})]), Chat([ASKED, called({"b": 3})])]
+
+
+IN_TEXT: list[
+    Any
+] = [  # messages of an answer as JSON, and what is read: messages, None if the row is unusable, or text
+    ("[ %s ]", ANSWERED, [ANSWERED]),
+    ("\n[%s]", ANSWERED, [ANSWERED]),
+    ("%s", ANSWERED, [ANSWERED]),
+    ("[%s]", {"from": "gpt", "value": "4"}, [ANSWERED]),
+    ("[%s]", {**ANSWERED, "weight": 0.5}, None),
+    ("[%s]", {"role": "bard", "content": "4"}, None),
+    ("[%s]", {"role": "assistant", "content": 4}, None),
+    ("[%s]", {"role": "cook"}, "text"),
+    ("%s", {"role": "cook", "content": "4"}, "text"),
+    ("[1, %s]", ANSWERED, "text"),
+]
+
+
+@pytest.mark.parametrize("form, message, expected", IN_TEXT)
+def test_messages_in_a_column_of_text_are_never_learned_as_text(form, message, expected):
+    text = form % json.dumps(message)
+    is_text = expected == "text"
+    prompt = "2+2?" if is_text else json.dumps([ASKED])
+    found = example({"prompt": prompt, "completion": text}, COMPLETION)
+    if expected is None:
+        assert isinstance(found, BadRow) and 'message 1 of "completion"' in found.reason
+    else:
+        assert found == Completion(prompt if is_text else [ASKED], text if is_text else expected)
+    pair = example({"prompt": prompt, "chosen": text, "rejected": "6" if is_text else json.dumps([WRONG])}, PREFERENCE)
+    assert isinstance(pair, BadRow if expected is None else Preference)
 
 
 EXCLUSIONS = [  # of an answer: the key, what excludes it, what does not

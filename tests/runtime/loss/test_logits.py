@@ -162,6 +162,16 @@ def test_a_model_that_is_not_trained_has_a_reason_and_the_remedy_of_its_config(n
         assert measure_rows(on_meta(config_of(name))).loss_fault is None
 
 
+@pytest.mark.parametrize("sizes", [(2, 128, 1), (1, 4, 16), (4, 16, 16)])
+def test_a_small_model_with_mamba_heads_of_any_size_is_measured(sizes):
+    sizes = dict(zip(("mamba_expand", "mamba_n_heads", "mamba_d_head"), sizes, strict=True))
+    layers = {"layer_types": ["full_attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 64}
+    config = type(config_of("granitemoehybrid")).from_dict(
+        {**config_of("granitemoehybrid").to_dict(), **sizes, **layers, "hidden_size": 64}
+    )
+    assert measure_rows(on_meta(config)) == RowFindings()
+
+
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

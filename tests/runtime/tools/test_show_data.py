@@ -1,6 +1,7 @@
 """What a person sees of a row: every character of it, and which tokens are learned."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from shardwise.trainer.runtime.data.chat.template import load_chat_template
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.sources import Chat
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
-from shardwise.trainer.runtime.tools.show_data import first_example, show
+from shardwise.trainer.runtime.tools.show_data import READ_BEGIN, READ_END, SHOWN_TOKENS, first_example, show
 from shardwise.trainer.spec.job.sections import LossOn
 
 
@@ -87,3 +88,33 @@ def test_of_prepared_data_the_first_example_is_shown_with_its_answer_as_learned(
     assert profile.cache_dir is not None
     lines = first_example(Path(profile.cache_dir), width=80, colour=False).splitlines()
     assert lines[1:] == ["read    | What is two?", "learned |  It is four.<|endoftext|>"]
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_the_first_answer_is_shown_behind_a_long_prompt(folder, tmp_path, colour):
+    rows = tmp_path / "rows.jsonl"
+    prompt = "FIRST " + "weather " * 1500 + "LAST"
+    rows.write_text(json.dumps({"prompt": prompt, "completion": " It is four."}) + "\n")
+    settings = {"tokenizer": str(folder), "vocab_size": 1024, "seq_len": 8192}
+    profile = prepare(listed_request(rows, cache_root=tmp_path / "cache", **settings), lambda _: None)
+    assert profile.cache_dir is not None
+    shown = first_example(Path(profile.cache_dir), width=80, colour=colour)
+    counts = re.match(r"(\d+) tokens: (\d+) learned, (\d+) only read\n", shown)
+    assert counts and int(counts[1]) == int(counts[2]) + int(counts[3]) > 1500 and 0 < int(counts[2]) < 20
+    left_out = re.search(r"\n\.\.\. (\d+) tokens that are only read \.\.\.\n", shown)
+    assert left_out and int(left_out[1]) == int(counts[3]) - READ_BEGIN - READ_END
+    assert "FIRST" in shown[: left_out.start()] and "LAST" in shown[left_out.end() :]
+    assert ("\x1b[1m" if colour else "learned | ") + " It is four.<|endoftext|>" in shown
+    assert "tokens more in this row" not in shown
+
+
+def test_what_is_shown_of_a_long_row_is_limited(folder, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "weather", "completion": " four" * 3000}) + "\n")
+    settings = {"tokenizer": str(folder), "vocab_size": 1024, "seq_len": 16384}
+    profile = prepare(listed_request(rows, cache_root=tmp_path / "cache", **settings), lambda _: None)
+    assert profile.cache_dir is not None
+    shown = first_example(Path(profile.cache_dir), width=80, colour=False)
+    total = int(shown.split()[0])
+    assert shown.endswith(f"... and {total - SHOWN_TOKENS} tokens more in this row")
+    assert len(shown) < 20 * SHOWN_TOKENS

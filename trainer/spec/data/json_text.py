@@ -2,6 +2,7 @@
 
 import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -18,6 +19,15 @@ def decode_json(content: bytes | str) -> Any:  # noqa: ANN401 - any JSON
     except msgspec.DecodeError as error:
         reason = str(error).removeprefix("JSON is malformed: ")
         raise ValueError(f"is not valid JSON: {reason}{_remedy(content, reason)}") from None
+
+
+def without_nulls(value: Any, but: Collection[str] = ()) -> Any:  # noqa: ANN401 - any JSON
+    """A copy in which no object has a key of null, except the keys of `but`."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each, but) for key, each in value.items() if each is not None or key in but}
+    if isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
+        return [without_nulls(each, but) for each in value]
+    return value
 
 
 def kind_of(value: object) -> str:

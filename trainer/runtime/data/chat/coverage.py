@@ -19,15 +19,17 @@ from shardwise.trainer.runtime.data.chat.outline import (
     outline_of,
     pattern_of_tested,
     sentinel,
+    without_arguments,
 )
 from shardwise.trainer.runtime.data.chat.template import ChatTemplate, TemplateRefusalError, prepared_messages
 from shardwise.trainer.runtime.data.chat.turns import Turn, TurnSearch
-from shardwise.trainer.runtime.data.sources import TEMPLATE_KWARGS
+from shardwise.trainer.runtime.data.sources import TEMPLATE_KWARGS, Message
 
 _ANOTHER = "name another (data.chat_template)"
 _REWRITTEN = "the chat template rewrites the content of messages, so that the learned part is not clear"
 _REASONING_TAGS = ("<think>", "</think>")
 _NUM_OUTLINES = 512  # those of conversations with many calls differ, and may be long
+_ARGUMENTS_WITHOUT_TEXT: tuple[Any, ...] = (True, False, None, [], {})  # for which no sentinel stands
 _SCHEMA_KEYWORDS = frozenset({"type", "required", "strict"})
 
 
@@ -49,6 +51,7 @@ class _Case(NamedTuple):
     missing: frozenset[int]  # required stretches that it replaces, and the template does not write
     shortened: frozenset[int]  # those of earlier answers, written while that answer is the last
     unread: frozenset[str]  # keys of other stretches
+    omitted: str | None  # where an argument is that is neither text nor number, and that the template does not write
 
 
 class _Sketched(NamedTuple):
@@ -89,9 +92,13 @@ class Examiner:
         missing = frozenset[int]().union(*(case.missing for case in cases)) - written
         if missing:
             raise _omitted(stretches[min(missing)], conversation)
+        if cases and cases[0].omitted is not None:
+            raise TemplateRefusalError(f"the chat template omits the {cases[0].omitted}; {_ANOTHER}, or remove it")
         shortened = frozenset[int]().union(*(case.shortened for case in cases))
         if moved is None or len(tried) > 1:
             _check_contained([each for number, each in enumerate(stretches) if number not in shortened], text)
+        if not shortened:
+            _check_argument_names(conversation.messages, text)
         if cases and cases[0].kind is Sketch.ALL:
             unread |= cases[0].unread
         else:
@@ -141,7 +148,8 @@ class Examiner:
         messages = prepared_messages(sketch.messages, supports_parts=self._supports_parts)
         sketch = sketch._replace(messages=messages)
         stretches = sketcher.stretches
-        outline = outline_of(self._template.render(*sketch).text, stretches)
+        text = self._template.render(*sketch).text
+        outline = outline_of(text, stretches)
         absent = sketcher.replaced - {slot.number for slot in outline.slots}
         required = {number for number in absent if stretches[number].is_required}
         unread = {stretches[number].key for number in absent - required}
@@ -159,7 +167,19 @@ class Examiner:
             missing=frozenset(required - shortened),
             shortened=frozenset(shortened),
             unread=frozenset(f"messages.{key}" for key in unread),
+            omitted=None if shortened else self._omitted_argument(sketch, text),
         )
+
+    def _omitted_argument(self, sketch: Conversation, text: str) -> str | None:
+        """Where an argument of a call is, such as one of true, without which the text is the same."""
+        for value in _ARGUMENTS_WITHOUT_TEXT:
+            messages, place = without_arguments(sketch.messages, value)
+            try:
+                if place and self._template.render(*sketch._replace(messages=messages)).text == text:
+                    return place
+            except TemplateRefusalError:
+                continue
+        return None
 
     def _written_at_the_end(self, sketch: Conversation, place: int) -> set[int]:
         """The stretches that the template writes where message `place` is the last."""
@@ -228,6 +248,29 @@ def _check_contained(stretches: Sequence[Stretch], text: str) -> None:
         if _letters(stretch.text) not in letters:
             where = f"the {stretch.key} of message {stretch.message + 1}"
             raise TemplateRefusalError(f"the chat template rewrites {where}, or omits a part of it; {_ANOTHER}")
+
+
+def _check_argument_names(messages: Sequence[Message], text: str) -> None:
+    """TemplateRefusalError for the name of an argument that is not in the text."""
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            for name in _names_in(_function_of(call).get("arguments")):
+                if not any(
+                    each in text for each in (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1])
+                ):
+                    raise TemplateRefusalError(
+                        f"the chat template omits the name of the argument {name} of message {number + 1}; {_ANOTHER}"
+                    )
+
+
+def _names_in(arguments: Any) -> Iterator[str]:  # noqa: ANN401 - any JSON
+    """Every key of an object and of the objects in it."""
+    for name, each in arguments.items() if isinstance(arguments, dict) else ():
+        yield name
+        yield from _names_in(each)
+    for each in arguments if isinstance(arguments, list) else ():
+        yield from _names_in(each)
 
 
 def _is_written(string: str, text: str) -> bool:

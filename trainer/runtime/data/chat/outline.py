@@ -80,6 +80,49 @@ def sentinel(number: int) -> str:
     return f'{OPENS_SLOT}{number:06d}"{CLOSES_SLOT}'
 
 
+def without_arguments(
+    messages: Sequence[Message],
+    value: Any,  # noqa: ANN401 - any JSON
+) -> tuple[list[Message], str | None]:
+    """The messages without arguments of calls that are `value`, and where the first was; None if there is none."""
+    remaining, places = [], list[str]()
+    for number, message in enumerate(messages):
+        found: list[str] = []
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            message = {**message, "tool_calls": [_cut_call(call, value, "tool_calls", found) for call in calls]}
+        places += [f"{path} of message {number + 1} ({message['role']})" for path in found]
+        remaining.append(message)
+    return remaining, places[0] if places else None
+
+
+def _cut_call(call: Any, value: Any, path: str, found: list[str]) -> Any:  # noqa: ANN401 - any JSON
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _cut_call(call["function"], value, f"{path}.function", found)}
+    if not isinstance(call.get("arguments"), dict):
+        return call
+    return {**call, "arguments": _cut(call["arguments"], value, f"{path}.arguments", found)}
+
+
+def _cut(outer: Any, value: Any, path: str, found: list[str]) -> Any:  # noqa: ANN401 - any JSON
+    """A copy without what is `value`; the keys that led to it are added to `found`."""
+    if isinstance(outer, dict):
+        found += [f"{path}.{name}" for name, each in outer.items() if _is(each, value)]
+        return {
+            name: _cut(each, value, f"{path}.{name}", found) for name, each in outer.items() if not _is(each, value)
+        }
+    if isinstance(outer, list):
+        found += [path for each in outer if _is(each, value)]
+        return [_cut(each, value, path, found) for each in outer if not _is(each, value)]
+    return outer
+
+
+def _is(one: Any, other: Any) -> bool:  # noqa: ANN401 - any JSON
+    return type(one) is type(other) and one == other
+
+
 def pattern_of_tested(texts: Iterable[str]) -> re.Pattern[str]:
     """Matches the strings that stay as they are, the longest first."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")

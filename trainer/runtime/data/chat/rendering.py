@@ -228,18 +228,16 @@ class Renderer:
     ) -> _Conversation:
         messages = prepared_messages(conversation.messages, supports_parts=self._supports_parts)
         text, marked = template.render(messages, conversation.tools, conversation.arguments)
-        finds_turns = first is not None and (not template.marks_learned or bool(excluded))
+        begin = _begin_of_marks(template, conversation._replace(messages=messages), text, first or 0)
+        finds_turns = first is not None and (not template.marks_learned or bool(excluded) or begin is None)
         found = examiner.examine(conversation, text, finds_turns=finds_turns)
         adds_eos = messages[-1]["role"] == "assistant" and not text.rstrip().endswith(self._special)
         spans: Sequence[tuple[int, int]] | None = None
         if first is not None and not template.marks_learned:
             spans = [turn[1:] for turn in found.turns or () if turn.message >= first and turn.message not in excluded]
         elif first is not None:
-            if first > 0:
-                before = conversation._replace(messages=messages[:first])
-                begin = num_shared(template.render(*before, add_generation_prompt=True).text, text)
-                marked = tuple(span for span in marked if span[1] > begin)
-            spans = _without(marked, found.turns or (), excluded)
+            marked = tuple(span for span in marked if span[1] > (begin or 0))
+            spans = _without(marked, found.turns or (), excluded.union(range(first) if begin is None else ()))
         adds_eos = adds_eos and len(messages) - 1 not in excluded
         return _Conversation(text, spans, adds_eos, found)
 
@@ -306,6 +304,22 @@ def _variants(messages: Sequence[Message], chat: Chat) -> Iterator[Conversation]
         if variant not in tried:
             tried.append(variant)
             yield variant
+
+
+def _begin_of_marks(template: ChatTemplate, conversation: Conversation, text: str, first: int) -> int | None:
+    """Where message `first` begins; None where the text does not go on from that of the messages before it.
+
+    A template may rewrite these: gpt-oss writes the text beside a call only until an answer follows.
+    """
+    if first == 0 or not template.marks_learned:
+        return 0
+    before = conversation._replace(messages=conversation.messages[:first])
+    try:
+        if not text.startswith(template.render(*before).text):
+            return None
+        return num_shared(template.render(*before, add_generation_prompt=True).text, text)
+    except TemplateRefusalError:  # of a conversation without a user, for one
+        return None
 
 
 def _without(

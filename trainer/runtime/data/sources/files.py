@@ -198,6 +198,11 @@ def holds_rows(file: SourceFile) -> bool:
     return content_suffix(file.path) in ROW_SUFFIXES
 
 
+def is_columnar(file: SourceFile) -> bool:
+    """True for a table of typed columns, whose objects have all keys of the column: null where the row has none."""
+    return content_suffix(file.path) in (".parquet", ".arrow")
+
+
 def read_rows(file: SourceFile) -> Iterator[tuple[int, Row | BadRow]]:
     """(row number from 1, row) of a file that holds rows; InputError where the file itself is damaged."""
     suffix = content_suffix(file.path)

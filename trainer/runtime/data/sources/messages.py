@@ -3,8 +3,8 @@
 Accepted are OpenAI's messages (`role`, `content`, `tool_calls`, `function_call`), ShareGPT's (`from`, `value`; calls of
 tools as JSON in a message of `function_call`) and pairs (`human`, `assistant`), each as a list of objects, as an object
 of lists (how some libraries store it in columns), or as JSON in a column of text; other names of keys and roles are
-mapped by `data.fields`. Content may be a list of parts if all are text. Nulls, which columnar files have where another
-row has a key, are removed.
+mapped by `data.fields`. Content may be a list of parts if all are text. Keys of null of messages, tools and calls are
+removed; a null inside the arguments of a call, or as `default` or `const` of a parameter, is a value and stays.
 
 A message that is not to be learned is marked with EXCLUDED. Rows state it in several ways, in any case (`lossMask`):
 
@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardwise.trainer.runtime.data.sources import EXCLUDED, Message
-from shardwise.trainer.spec.data.json_text import decode_json, kind_of
+from shardwise.trainer.spec.data.json_text import decode_json, kind_of, without_nulls
 from shardwise.trainer.spec.data.shapes import ROLES
 
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
@@ -57,6 +57,7 @@ _OF_CHANNELS = {  # keys of gpt-oss's own messages
     "channel": 'put its content into "reasoning_content" of the answer that follows',
     "recipient": 'put the call into "tool_calls"',
 }
+_NULL_IN_SCHEMA = ("default", "const")  # keys of JSON Schema of which null is a value
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
@@ -98,6 +99,27 @@ def read_messages(value: Any, column: str, fields: Mapping[str, str]) -> list[Me
     return messages
 
 
+def holds_messages(text: str, fields: Mapping[str, str]) -> bool:
+    """True for the JSON of messages: a list of objects with role and content or calls, or one whose role is known."""
+    if not text.lstrip().startswith(("[", "{")):
+        return False
+    try:
+        value = decode_json(text)
+    except ValueError:
+        return False
+    names = _names(fields)
+    entries = value if isinstance(value, list) else [value]
+    return bool(entries) and all(_is_message(entry, names, knows_role=isinstance(value, dict)) for entry in entries)
+
+
+def _is_message(entry: Any, names: "_Names", *, knows_role: bool) -> bool:  # noqa: ANN401 - any JSON
+    if not isinstance(entry, dict):
+        return False
+    role = next((entry[key] for key in names.role_keys if isinstance(entry.get(key), str)), None)
+    has_role = role is not None and (not knows_role or role in names.roles)
+    return has_role and any(key in entry for key in (*names.content_keys, "tool_calls", "function_call"))
+
+
 def read_tools(value: Any, column: str) -> list[Any] | None:  # noqa: ANN401 - any row
     """The functions that a conversation may call; None where there is none."""
     if value in (None, "", "null"):
@@ -105,7 +127,7 @@ def read_tools(value: Any, column: str) -> list[Any] | None:  # noqa: ANN401 - a
     tools = parsed(value, column)
     if not isinstance(tools, list):
         raise UnusableRowError(f'field "{column}" is {kind_of(tools)}, not a list of functions')
-    return [without_nulls(parsed(tool, column)) for tool in tools] or None
+    return [without_nulls(parsed(tool, column), but=_NULL_IN_SCHEMA) for tool in tools] or None
 
 
 def require_assistant(messages: list[Message], column: str) -> None:
@@ -117,13 +139,6 @@ def require_assistant(messages: list[Message], column: str) -> None:
 def learns_nothing(messages: list[Message]) -> bool:
     """True if every answer in the messages is excluded."""
     return all(EXCLUDED in message for message in messages if message["role"] == "assistant")
-
-
-def without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
-    """A copy in which no object has a key of null."""
-    if isinstance(value, dict):
-        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def flag(value: Any) -> bool | None:  # noqa: ANN401 - any JSON
@@ -272,7 +287,7 @@ def _checked_part(part: Any, role: str) -> Message:  # noqa: ANN401 - any row
         if stated is False:
             raise UnusableRowError("has a part of its content that is not to be learned; only whole messages can be")
         if value is not None and stated is None and key != "type":
-            checked[key] = without_nulls(value)
+            checked[key] = value
     return checked
 
 
@@ -282,7 +297,7 @@ def _has_text(content: str | list[Any]) -> bool:
 
 def _others(others: Mapping[str, Any], role: str) -> Message:
     """Further keys of a message: calls in one form, and EXCLUDED in place of all that states what is learned."""
-    remaining: Message = without_nulls(others)
+    remaining: Message = dict(others)
     for key, remedy in _OF_CHANNELS.items() if role == "assistant" else ():
         if remaining.get(key, "final") != "final":
             raise UnusableRowError(f'has the {key} "{remaining[key]}", which templates do not read; {remedy}')
@@ -291,7 +306,7 @@ def _others(others: Mapping[str, Any], role: str) -> Message:
     call = parsed(remaining.get("function_call"), "function_call")
     if call is not None and not remaining.get("tool_calls"):
         remaining["tool_calls"] = [_function_call(call)]
-    if call is None or any(call in (each, each.get("function")) for each in remaining["tool_calls"]):
+    if call is None or any(_whole_call(call) in (each, each.get("function")) for each in remaining["tool_calls"]):
         remaining.pop("function_call", None)
     for key, value in tuple(remaining.items()):
         try:
@@ -329,11 +344,18 @@ def _calls(value: Any) -> list[Message]:  # noqa: ANN401 - any JSON
     calls = [parsed(each, "tool_calls") for each in (value if isinstance(value, list) else [value])]
     if not all(isinstance(call, dict) for call in calls):
         raise UnusableRowError('has "tool_calls" that are not a list of calls of tools')
-    return [without_nulls(call) for call in calls]
+    return [_whole_call(call) for call in calls]
 
 
 def _function_call(call: Any) -> Message:  # noqa: ANN401 - any JSON
     """One call in OpenAI's form."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise UnusableRowError('has a call of a tool that is not {"name": ..., "arguments": ...}')
-    return {"type": "function", "function": without_nulls(call)}
+    return {"type": "function", "function": _whole_call(call)}
+
+
+def _whole_call(call: Message) -> Message:
+    """A call, or its function, without keys of null; arguments are as the row has them."""
+    whole = {key: each for key, each in call.items() if each is not None}
+    function = whole.get("function")
+    return {**whole, "function": _whole_call(function)} if isinstance(function, dict) else whole

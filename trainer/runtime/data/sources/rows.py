@@ -45,6 +45,7 @@ from shardwise.trainer.runtime.data.sources.messages import (
     UnusableRowError,
     excludes_naturally,
     flag,
+    holds_messages,
     is_about_learning,
     learns_nothing,
     listed,
@@ -54,9 +55,8 @@ from shardwise.trainer.runtime.data.sources.messages import (
     read_tools,
     require_assistant,
     states_learning,
-    without_nulls,
 )
-from shardwise.trainer.spec.data.json_text import kind_of
+from shardwise.trainer.spec.data.json_text import kind_of, without_nulls
 from shardwise.trainer.spec.data.profile import SourceFile
 from shardwise.trainer.spec.data.shapes import (
     BY_PRECEDENCE,
@@ -154,17 +154,14 @@ class Columns:
         return read_messages(value, cell.column, self.fields)
 
     def text_or_messages(self, cell: Cell) -> TextOrMessages:
-        """Text that is not empty, or messages; text that is a JSON list of messages is read as messages."""
+        """Text that is not empty, or messages; text that is the JSON of messages is read as messages."""
         column, value = cell
         if not isinstance(value, str):
             if not isinstance(value, list | dict):
                 raise UnusableRowError(f'field "{column}" is {kind_of(value)}, not text or a list of messages')
             return self.messages(cell)
-        if value.startswith("[{"):
-            try:
-                return self.messages(cell)
-            except UnusableRowError:
-                return value
+        if holds_messages(value, self.fields):
+            return self.messages(cell)
         if not value or value.isspace():
             raise UnusableRowError(f'field "{column}" is empty')
         return value
@@ -354,13 +351,20 @@ def _check_fields(shape: DataFormat, fields: Mapping[str, str]) -> None:
         raise InputError(f"data.fields: {unknown} is not a field of {shape} rows; they have {', '.join(legal)}")
 
 
-def read_example(row: Row, where: str, reading: RowReading) -> Example | BadRow | LeftOutRow | None:
-    """The example that `row` is; a BadRow at `where` with the reason where it is none; None where it is skipped."""
+def read_example(
+    row: Row, where: str, reading: RowReading, *, is_columnar: bool = False
+) -> Example | BadRow | LeftOutRow | None:
+    """The example that `row` is; a BadRow at `where` with the reason where it is none; None where it is skipped.
+
+    With `is_columnar` a null in an object stands for a key that the row does not have.
+    """
     if reading.format_row is not None:
         made = reading.format_row(row)
         if made is None:
             return None
         row = made
+    if is_columnar:
+        row = {column: without_nulls(value) for column, value in row.items()}
     columns = Columns(row, reading.fields)
     try:
         if reading.format not in (DataFormat.CHAT, DataFormat.PROMPT_COMPLETION):

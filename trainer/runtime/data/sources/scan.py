@@ -26,6 +26,7 @@ from shardwise.trainer.runtime.data.sources.files import (
     LeftOutRow,
     Row,
     holds_rows,
+    is_columnar,
     open_content,
     open_listed,
     read_rows,
@@ -273,9 +274,10 @@ def read_blocks(file: SourceFile, reading: RowReading, *, defect: str | None = N
     if defect is not None:
         yield BadRow(file.path, defect)
     elif holds_rows(file):
+        holds_columns = is_columnar(file)
         for number, row in read_rows(file):
             where = f"{file.path}:{number}"
-            example = row if isinstance(row, BadRow) else read_example(row, where, reading)
+            example = row if isinstance(row, BadRow) else read_example(row, where, reading, is_columnar=holds_columns)
             if isinstance(example, BadRow | LeftOutRow):
                 yield example
             elif example is not None and isinstance(example.content, str):
