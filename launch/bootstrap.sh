@@ -165,8 +165,12 @@ check_shell() { # a system package, which continuous integration has
     else say "Not checked: shell scripts (sudo apt install shellcheck)."; fi
 }
 
-run_tests() { # everything, or what the arguments name; on as many workers as there are cores, up to four
-    [ $# -gt 0 ] || set -- -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --budget test
+on_workers() { # pytest by files, on one process more than there are cores, up to four: a tenth of a test is waiting
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+    run_tests -n $((cores < 4 ? cores + 1 : 4)) --dist=loadfile --no-loadscope-reorder "$@"
+}
+
+run_tests() { # what the arguments name
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     exec "$bin/python" -m pytest -m "not long and not gpu" "$@"
 }
@@ -207,9 +211,9 @@ try_oldest() { # likewise; warnings of older versions are no errors
     pip_install -c "$venv-oldest/constraints" -e '.[train,dev]' || stop "the lowest versions could not be installed together" \
         "the lines above say which of them exclude each other"
     compile_packages
-    [ $# -gt 0 ] || set -- -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder tests/signatures tests/runtime \
-        tests/simulation tests/distributed/test_engines.py tests/distributed/test_workarounds.py tests/end_to_end/test_train.py
-    run_tests -W default ${outcome:+"$outcome"} "$@"
+    [ $# -eq 0 ] || run_tests -W default ${outcome:+"$outcome"} "$@"
+    on_workers -W default ${outcome:+"$outcome"} tests/signatures tests/runtime tests/simulation \
+        tests/distributed/test_engines.py tests/distributed/test_workarounds.py tests/end_to_end/test_train.py
 }
 
 case $target in
@@ -220,10 +224,11 @@ case $target in
         install_dev
         shift
         [ $# -gt 0 ] || "$bin/python" tests/factories/operator_cache.py || : # minutes, once; tests that need one say why not
-        run_tests "$@"
+        [ $# -eq 0 ] || run_tests "$@"
+        on_workers --budget test
         ;;
-    test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick --budget test-quick "$@" ;;
-    test-changed) install_dev; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --changed="${2:-}" ;;
+    test-quick) install_dev; shift; on_workers --quick --budget test-quick "$@" ;;
+    test-changed) install_dev; on_workers --changed="${2:-}" ;;
     mutations) install_dev; shift; exec "$bin/python" tests/mutations/run.py "$@" ;;
     test-long | test-long-documents | test-long-kills | test-long-starts | test-long-products | test-long-data | test-long-slurm | test-long-zoo)
         group=${target#test-long}

@@ -76,7 +76,13 @@ def test_the_image_has_no_root_and_a_python_that_fits() -> None:
     assert f"Programming Language :: Python :: {BASE.split(':')[1].split('-')[0]}" in classifiers
 
 
-@pytest.mark.parametrize("follows_links", [False, True])  # as Docker copies, and as Apptainer does
+@pytest.mark.parametrize(
+    "follows_links",
+    [
+        pytest.param(False, id="as Docker copies"),
+        pytest.param(True, id="as Apptainer does", marks=[pytest.mark.long, pytest.mark.documents]),
+    ],
+)
 def test_what_is_copied_installs(follows_links: bool, tmp_path: Path) -> None:
     """With a pip that only notes what it is asked for: the lock file, then the project, which builds from the copy."""
     image = docker()

@@ -255,6 +255,8 @@ print("scaler:", accelerator.scaler, "autocast:", seen)
     assert "scaler: None autocast: [False]" in run_python(program)
 
 
+@pytest.mark.long
+@pytest.mark.products
 @pytest.mark.cold
 def test_w22_accelerates_fp8_is_off_or_partial(tmp_path):
     program = """

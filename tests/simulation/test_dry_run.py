@@ -49,10 +49,8 @@ REQUESTS = {
     "fsdp 2": fsdp(2, checkpointing=FULL),
     "fsdp 8": fsdp(8, checkpointing=FULL),
     "fsdp accumulating": fsdp(8, checkpointing=FULL, accumulation=2),
-    "fsdp_grad_op": replace(fsdp(8, checkpointing=FULL), sharding=Sharding.FSDP_GRAD_OP),
     "hsdp": replace(fsdp(16, checkpointing=FULL), sharding=Sharding.HSDP, ranks_per_node=8),
     "hsdp in groups": replace(fsdp(16, checkpointing=FULL), sharding=Sharding.HSDP, shard_group=2),
-    "falcon": replace(BASE, seq_len=128, precision=BF16, checkpointing=FULL, model_config=FALCON),
     "rows": replace(BASE, micro_batch=4),
     "pairs": replace(BASE, rows_per_example=2),
     "pairs lora": replace(BASE, rows_per_example=2, method=Method.LORA, lora=LoraJob(rank=8)),
@@ -65,16 +63,18 @@ REQUESTS = {
     "four layers": replace(BASE, model_config=FOUR_LAYERS),
     "offloaded": replace(BASE, model_config=FOUR_LAYERS, activation_offload=True),
     "offloaded full": replace(BASE, model_config=FOUR_LAYERS, activation_offload=True, checkpointing=FULL),
-    "fp16": replace(BASE, precision=Precision.FP16_MIXED),
     "mixture": replace(BASE,
         model_config={**config(VOCAB, HIDDEN, FFN, 2, 8, 4, model_type="mixtral"), "num_local_experts": 4}),
 }  # fmt: skip
-MORE = {  # combinations of the above
+MORE = {  # other types and shardings, and combinations
     "fsdp 512": fsdp(512, checkpointing=FULL),
     "fsdp lora": fsdp(8, method=Method.LORA, lora=LoraJob(rank=8), checkpointing=FULL),
     "packed fsdp": fsdp(8, document_tokens=128, checkpointing=FULL),
     "packed fp32": replace(BASE, document_tokens=128, precision=Precision.FP32),
     "offloaded fsdp": fsdp(8, model_config=FOUR_LAYERS, activation_offload=True),
+    "falcon": replace(BASE, seq_len=128, precision=BF16, checkpointing=FULL, model_config=FALCON),
+    "fp16": replace(BASE, precision=Precision.FP16_MIXED),
+    "fsdp_grad_op": replace(fsdp(8, checkpointing=FULL), sharding=Sharding.FSDP_GRAD_OP),
     "fp32": replace(BASE, precision=Precision.FP32),
     "tied": replace(BASE, model_config={**LLAMA, "tie_word_embeddings": True}),
 }

@@ -60,6 +60,8 @@ def test_a_graph_gives_the_logits_of_the_model(config, method, tmp_path):
         assert relative_difference(expected, torch.from_numpy(found)) < 1e-5
 
 
+@pytest.mark.long
+@pytest.mark.products
 def test_a_graph_in_fp16_is_within_the_rounding_of_its_type(tmp_path):
     plan = run_of(write_base(tmp_path / "base", ONE_BLOCK), Method.FULL, config=ONE_BLOCK)
     run_dir = save_run(tmp_path / "run", plan)

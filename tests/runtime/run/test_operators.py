@@ -1,5 +1,6 @@
 """What libraries get: operators that were built before, the processor that /proc names, and types to compute in."""
 
+import ctypes
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ import torch
 from captured_machine import captured
 from operator_cache import folder_with_operators
 
-from shardwise.trainer.runtime.run.operators import PROCESSORS, built_library, marker, read_processor
+from shardwise.trainer.runtime.run.operators import PROCESSORS, built_library, joined_sources, marker, read_processor
 from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type, weight_type
 from shardwise.trainer.spec.strategy import Precision
 
@@ -65,6 +66,27 @@ def test_w56_deepspeed_runs_the_compiler_for_an_operator_that_is_built_and_a_ran
     assert marker(tmp_path, "cpu_adam").is_file()
 
 
+def test_sources_of_one_folder_are_one_in_which_a_header_counts_once(tmp_path):
+    """As DeepSpeed's: the headers are without guards, and what is next to a source is found from it."""
+    package, folder = tmp_path / "package", tmp_path / "joined"
+    for name, text in {
+        "csrc/many/shape.h": "struct Shape { int size; };\n",
+        "csrc/few/other.cpp": '#include "../many/shape.h"\nint other() { return Shape{1}.size; }\n',
+        **{
+            f"csrc/many/{each}.cpp": f'#include "shape.h"\nint {each}() {{ return Shape{{2}}.size; }}\n'
+            for each in "abcd"
+        },
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    sources = ["csrc/few/other.cpp", *(f"csrc/many/{each}.cpp" for each in "abcd")]
+    joined = joined_sources(sources, package, folder)
+    assert joined == ["csrc/few/other.cpp", str(folder / "csrc" / "many" / "joined.cpp")]
+    subprocess.run(["c++", "-shared", "-fPIC", joined[1], "-o", str(tmp_path / "joined.so")], check=True)
+    assert [getattr(ctypes.CDLL(str(tmp_path / "joined.so")), f"_Z1{each}v")() for each in "abcd"] == [2] * 4
+    assert joined_sources(sources[:4], package, tmp_path / "none") == sources[:4]
+
+
 def test_only_a_library_that_is_marked_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert built_library("cpu_adam") is None
@@ -103,6 +125,8 @@ print("answer:" + json.dumps([plain, answer()]))
 """
 
 
+@pytest.mark.long
+@pytest.mark.products
 def test_w53_deepspeed_reads_the_processor_each_time():
     (*plain, num_queries_before), (*cached, num_queries) = result_of(ASK)
     assert num_queries_before == 3  # once for the architecture, once for the flags; the third is this test's

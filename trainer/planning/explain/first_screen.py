@@ -224,29 +224,29 @@ def _labelled(label: str, text: str, width: int) -> Iterator[Line]:
         yield Line(text=f"          {line.strip()}")
 
 
-def _of(num_bytes: int, total: int) -> str:
-    """`5.79 of 7.75 GiB`."""
-    size, whole = format_bytes(num_bytes).split(), format_bytes(total).split()
-    return f"{size[0] if size[1] == whole[1] else ' '.join(size)} of {' '.join(whole)}"
+def _in_unit_of(whole: str, *sizes: str) -> list[str]:
+    """The sizes, without their unit where all have that of the whole: `5.79` of `7.75 GiB`."""
+    unit = whole.split()[1]
+    is_same = all(size.endswith(f" {unit}") for size in sizes)
+    return [size.split()[0] if is_same else size for size in sizes]
 
 
 def memory_text(memory: MemoryEstimate) -> str:
     """`62.9 needed + 16.2 reserved of 79.1 GiB`: what the allocator reserves beyond the need, it gives back."""
     needed, usable = format_bytes(memory.need_bytes), format_bytes(memory.usable_bytes)
-    beyond = memory.device_bytes - memory.need_bytes
-    sizes = [needed, *([format_bytes(beyond)] if beyond > 0 and format_bytes(beyond) != "0 B" else [])]
-    unit = usable.split()[1]
-    if all(size.endswith(f" {unit}") for size in sizes):
-        sizes = [size.split()[0] for size in sizes]
-    reserved = f" + {sizes[1]} reserved" if len(sizes) > 1 else ""
-    return f"{sizes[0]} needed{reserved} of {usable}"
+    beyond = format_bytes(max(0, memory.device_bytes - memory.need_bytes))
+    if beyond == "0 B":
+        return f"{_in_unit_of(usable, needed)[0]} needed of {usable}"
+    needed, beyond = _in_unit_of(usable, needed, beyond)
+    return f"{needed} needed + {beyond} reserved of {usable}"
 
 
 def _host_sizes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
     memory, granted = chosen.memory, context.host_ram_bytes
     host = memory.pinned_bytes + memory.host_bytes
     if host and not context.is_cpu:
-        yield f"RAM {_of(host, granted) if granted else format_bytes(host)}"
+        held, whole = format_bytes(host), format_bytes(granted or 0)
+        yield f"RAM {_in_unit_of(whole, held)[0]} of {whole}" if granted else f"RAM {held}"
     if memory.nvme_bytes:
         yield f"NVMe {format_bytes(memory.nvme_bytes)}"
 

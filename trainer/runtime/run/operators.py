@@ -24,6 +24,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -120,6 +122,43 @@ def omit_debug_symbols() -> None:
     OpBuilder.strip_empty_entries = lambda self, args: [each for each in keep(self, args) if each != "-g"]
 
 
+_MIN_JOINED = 4  # sources of one folder; each reads torch's headers again, for 20 s
+
+
+def joined_sources(sources: Sequence[str], package: Path, folder: Path) -> list[str]:
+    """Sources of a package, where those of one of its folders are one that includes them all.
+
+    What it includes are copies below `folder`, in which a header counts once: DeepSpeed's have no guards.
+    """
+    places = Counter(Path(source).parent for source in sources if source.endswith(".cpp"))
+    joined = {place for place, number in places.items() if number >= _MIN_JOINED}
+    if joined:
+        top = Path(os.path.commonpath(sources))
+        shutil.copytree(package / top, folder / top)
+        for header in (folder / top).rglob("*.h"):
+            header.write_bytes(b"#pragma once\n" + header.read_bytes())
+    texts: dict[Path, list[str]] = {place: [] for place in joined}
+    for source in sources:
+        texts.get(Path(source).parent, []).append(f'#include "{Path(source).name}"\n')
+    for place, lines in texts.items():
+        (folder / place / "joined.cpp").write_text("".join(lines))
+    others = [source for source in sources if Path(source).parent not in joined]
+    return [*others, *(str(folder / place / "joined.cpp") for place in texts)]
+
+
+def _load(builder: Any) -> None:  # noqa: ANN401  # DeepSpeed's
+    """Builds and loads an operator from joined sources, or from the sources as they are where that fails."""
+    separate = builder.sources
+    with tempfile.TemporaryDirectory(prefix=f"{builder.name}-") as folder:
+        builder.sources = lambda: joined_sources(separate(), Path(builder.deepspeed_src_path("")), Path(folder))
+        try:
+            builder.load(verbose=True)
+        except RuntimeError as error:
+            sys.stdout.write(f"{error}\n")
+            builder.sources = separate
+            builder.load(verbose=True)
+
+
 def _imported(name: str, library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None and spec.loader is not None, library
@@ -202,7 +241,7 @@ def build(name: str) -> None:
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
         raise RuntimeError(f"DeepSpeed has no {name} for {get_accelerator().device_name()}")
-    builder.load(verbose=True)
+    _load(builder)
     mark_loaded(Path(os.environ[FOLDER_VARIABLE]))
 
 
