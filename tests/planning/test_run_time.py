@@ -24,8 +24,10 @@ from shardwise.trainer.spec.units import GIB, MIB
 
 
 def disk_of(path: str, write: int | None, read: int | None = None) -> Disk:
-    room = {"total_bytes": 1024 * GIB, "free_bytes": 512 * GIB}
-    return Disk(path=path, filesystem="ext4", **room, write_bytes_per_s=write, read_bytes_per_s=read)
+    return Disk(
+        path=path, filesystem="ext4", total_bytes=1024 * GIB, free_bytes=512 * GIB, write_bytes_per_s=write,
+        read_bytes_per_s=read,
+    )  # fmt: skip
 
 
 def with_disks(spec: str, *disks: Disk) -> Hardware:
