@@ -233,6 +233,16 @@ def test_what_else_a_message_holds_is_kept_and_nulls_are_not():
     )
 
 
+def test_the_keys_of_a_pair_have_no_order():
+    pairs = [{"assistant": "4", "human": "2+2?", "system": "Be brief."}, {"assistant": "5", "human": "2+2?"}]
+    assert example({"conversations": pairs}, CHAT) == Chat([SYSTEM, ASKED, ANSWERED, ASKED, WRONG])
+
+
+def test_an_answer_with_an_empty_list_of_calls_has_none():
+    for nothing in ([], "[]", None):
+        assert example({"messages": [ASKED, {**ANSWERED, "tool_calls": nothing}]}, CHAT) == Chat([ASKED, ANSWERED])
+
+
 def called(arguments):
     return assistant("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}])
 

@@ -57,6 +57,7 @@ _OF_CHANNELS = {  # keys of gpt-oss's own messages
     "channel": 'put its content into "reasoning_content" of the answer that follows',
     "recipient": 'put the call into "tool_calls"',
 }
+_FIRST_OF_PAIR = {"system": 0, "user": 1}  # the keys of an object have no order
 _NULL_IN_SCHEMA = ("default", "const")  # keys of JSON Schema of which null is a value
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
@@ -225,7 +226,8 @@ def _pair(entry: Any, names: _Names) -> list[Message]:  # noqa: ANN401 - any row
     ):
         return []
     role_key, content_key = names.role_keys[0], names.content_keys[0]
-    return [_message({role_key: key, content_key: text}, names) for key, text in entry.items() if text]
+    turns = [_message({role_key: key, content_key: text}, names) for key, text in entry.items() if text]
+    return sorted(turns, key=lambda turn: _FIRST_OF_PAIR.get(turn["role"], len(_FIRST_OF_PAIR)))
 
 
 def _message(entry: Any, names: _Names) -> Message:  # noqa: ANN401 - any row
@@ -308,6 +310,8 @@ def _others(others: Mapping[str, Any], role: str) -> Message:
         remaining["tool_calls"] = [_function_call(call)]
     if call is None or any(_whole_call(call) in (each, each.get("function")) for each in remaining["tool_calls"]):
         remaining.pop("function_call", None)
+    if not remaining.get("tool_calls", True):
+        del remaining["tool_calls"]  # templates ask whether the key is there
     for key, value in tuple(remaining.items()):
         try:
             stated = states_learning(key, value)
