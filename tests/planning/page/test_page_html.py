@@ -210,8 +210,8 @@ def test_an_area_goes_along_its_upper_edge_and_back_along_the_lower() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
-        (0, 10, (0, 2, 4, 6, 8, 10)), (0, 8, (0, 2, 4, 6, 8)), (0.2, 0.9, (0.2, 0.4, 0.6, 0.8)), (-1, 1, (-1, -0.5, 0, 0.5, 1)),
-        (3, 3, (3,)), (1, 300, (0, 100, 200, 300)[1:]),
+        (0, 10, (0, 2, 4, 6, 8, 10)), (0, 8, (0, 2, 4, 6, 8)), (0.2, 0.9, (0.2, 0.4, 0.6, 0.8)),
+        (-1, 1, (-1, -0.5, 0, 0.5, 1)), (3, 3, (3,)), (1, 300, (0, 100, 200, 300)[1:]),
     ],
 )  # fmt: skip
 def test_ticks_are_round(low: float, high: float, expected: tuple[float, ...]) -> None:

@@ -239,7 +239,8 @@ def test_the_keys_of_a_pair_have_no_order():
 
 
 def test_an_answer_with_an_empty_list_of_calls_has_none():
-    for nothing in ([], "[]", None):
+    every: tuple[object, ...] = ([], "[]", None)
+    for nothing in every:
         assert example({"messages": [ASKED, {**ANSWERED, "tool_calls": nothing}]}, CHAT) == Chat([ASKED, ANSWERED])
 
 
