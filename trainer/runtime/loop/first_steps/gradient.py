@@ -123,7 +123,7 @@ class GradientCheck:
 
 def _problem(off: Sequence[tuple[str, Tensor, Tensor]], *, step: int) -> Problem:
     shown = ", ".join(name for name, _, _ in off[:3])
-    found, expected = (torch.cat([each[part] for each in off]) for part in (1, 2))
+    found, expected = torch.cat([each for _, each, _ in off]), torch.cat([each for _, _, each in off])
     product, squares = float(found @ expected), float(expected @ expected)
     is_multiple = product > 0.99 * float(found.norm() * expected.norm()) > 0
     how = f"{product / squares:.3g} times" if is_multiple else "not"
