@@ -1,4 +1,4 @@
-"""The first steps of a run: rows, loss, gradient and update are compared with the plan, and what differs is named.
+"""What the first steps of a run show: rows, loss, gradient and update are compared with the plan, differences named.
 
 `FirstSteps` is the whole interface: `before_step`, `after_step`, `end_if_certain`. It is active in the first four steps
 of a start, also of a resumed one, and holds nothing afterwards. `train.check_first_steps: false` switches it off.
