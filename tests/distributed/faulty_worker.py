@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from rank_process import attempt, end_group
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.trainer.runtime.data import batches
 from shardwise.trainer.runtime.loop import course
 from shardwise.trainer.runtime.run.state import IncidentKind, ReportWriter, RunState, run_paths
 from shardwise.trainer.spec import codec
@@ -32,7 +33,7 @@ RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 def rows_of_first_rank() -> AbstractContextManager[object]:
     """Every rank learns the rows of the first."""
-    own = course.step_micro_batches
+    own = batches.step_micro_batches
     return patch.object(course, "step_micro_batches", lambda *args, **named: own(*args, **{**named, "rank": 0}))
 
 
