@@ -245,8 +245,8 @@ def movement_problems(
         has_moved = not torch.equal(now.view(torch.uint8), each.rows.view(torch.uint8))  # 4-bit codes may look like NaN
         if not each.is_trained and has_moved:
             moved.append(each.name)
-        elif each.is_trained and not has_moved and _can_move(each.rows, sum(rates)):
-            still.append(each.name)
+        elif each.is_trained and not has_moved and not is_adapted([each.name]) and _can_move(each.rows, sum(rates)):
+            still.append(each.name)  # adapters without a gradient are named by `loop.adapter_check`
     found = []
     if moved:
         found.append(Problem(f"step {step}: {', '.join(moved[:3])} changed and is frozen by the plan", is_certain=True))
