@@ -277,6 +277,17 @@ def test_turns_of_a_prompt_that_the_template_rewrites_later_are_not_learned(name
         assert [text.removeprefix("<|start|>assistant") for text in found] == last
 
 
+@pytest.mark.parametrize("name", ["gptoss", "qwen3_6", "our qwen"])
+def test_empty_reasoning_is_none(name, renderer):
+    plain, reasoned = [ASKED, assistant("Mild.")], [ASKED, assistant("Mild.", reasoning="warm")]
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        assert renderer(name).render(Chat([ASKED, assistant("Mild.", **{key: ""})])) == renderer(name).render(
+            Chat(plain)
+        )
+    both = [ASKED, assistant("Mild.", reasoning_content="", reasoning="warm")]
+    assert renderer(name).render(Chat(both)) == renderer(name).render(Chat(reasoned))
+
+
 def test_a_result_inside_the_turn_of_its_call_is_never_learned(tokenizer, folder):
     """As Gemma 4 writes text that stands beside a call: behind the result."""
     source = (

@@ -344,10 +344,12 @@ def plain_messages(messages: Sequence[Message]) -> list[Message]:
 def prepared_messages(messages: Sequence[Message], *, supports_parts: bool) -> list[Message]:
     """The messages as a template reads them: reasoning under all of its names, parts as one text where it reads none.
 
+    Empty reasoning is none: gpt-oss would write an empty analysis for it.
     TemplateRefusalError for parts other than text.
     """
     prepared = []
-    for number, message in enumerate(messages, 1):
+    for number, given in enumerate(messages, 1):
+        message = {name: value for name, value in given.items() if value != "" or name not in REASONING_NAMES}
         reasoning = next((message[name] for name in REASONING_NAMES if name in message), None)
         if reasoning is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
