@@ -79,7 +79,7 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import DataFormat
 
 TOKENIZER_TRAINING_CHARS = 100_000_000
-RENDERING_FORMAT = 3  # another for each change of what is learned of the same rows
+RENDERING_FORMAT = 4  # another for each change of what is learned of the same rows
 BATCH_CHARS = 2**20
 BATCH_UNITS = 1024
 NUM_KEYS_SHOWN = 20

@@ -309,7 +309,7 @@ def _variants(messages: Sequence[Message], chat: Chat) -> Iterator[Conversation]
 def _begin_of_marks(template: ChatTemplate, conversation: Conversation, text: str, first: int) -> int | None:
     """Where message `first` begins; None where the text does not go on from that of the messages before it.
 
-    A template may rewrite these: gpt-oss writes the text next to a call only until an answer follows.
+    A template may rewrite these: gpt-oss writes the text of a call only until an answer follows.
     """
     if first == 0 or not template.marks_learned:
         return 0
