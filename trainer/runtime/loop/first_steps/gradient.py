@@ -9,6 +9,7 @@ Compared are AdamW and Lion with moments in memory and in fp32. Not compared: FP
 projections, updates within the backward pass, and moments on NVMe. Some kilobytes are held during the step.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -116,7 +117,7 @@ class GradientCheck:
                 continue
             places = wanted[piece.name] - piece.start
             is_here = (places >= 0) & (places < piece.num_elements)
-            values = found.setdefault(piece.name, torch.full(places.shape, torch.nan, dtype=torch.float64))
+            values = found.setdefault(piece.name, torch.full(places.shape, math.nan, dtype=torch.float64))
             values[is_here] = piece.values[places[is_here].to(piece.values.device)].cpu().double()
         return found
 
