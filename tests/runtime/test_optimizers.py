@@ -181,7 +181,14 @@ SAME_UPDATE = {  # as another one makes, but for where its state lies or how it 
     Optimizer.ADAMW_FUSED, Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT,
     Optimizer.DEEPSPEED_CPU_ADAM,
 }  # fmt: skip
-WHOLE = [pytest.param(kind, None, id=kind) for kind in Optimizer if kind not in SAME_UPDATE]
+LONG = (pytest.mark.long, pytest.mark.products)
+WHOLE = [
+    pytest.param(
+        kind, None, id=kind, marks=() if kind in {Optimizer.LION, Optimizer.MUON, Optimizer.ADAFACTOR} else LONG
+    )
+    for kind in Optimizer
+    if kind not in SAME_UPDATE
+]
 PROJECTED = [pytest.param(kind, GALORE, id=f"galore-{kind}") for kind in (Optimizer.ADAMW, Optimizer.ADAFACTOR)]
 
 
