@@ -26,6 +26,10 @@ WORKER = Path(__file__).parents[1] / "distributed" / "engine_worker.py"
 TOLERANCE = 1e-5  # of a loss around 5: sums are made in another order by document
 LORA = {"method": Method.LORA, "train": {"lora": LoraJob(rank=4)}}
 OPTIMIZERS = [optimizer for optimizer in Optimizer if optimizer is not Optimizer.DEEPSPEED_CPU_ADAM]
+QUICK = {  # one of each place and form of state; the others are long
+    Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADEMAMIX_8BIT, Optimizer.ADAFACTOR, Optimizer.MUON,
+    Optimizer.ADALOMO,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     **{optimizer.value: {"optimizer": optimizer, "lr": 1e-3} for optimizer in OPTIMIZERS},
     "accumulated": {"micro_batch": 2, "accumulation": 4},
@@ -44,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo": {},
     "dpo-lora": LORA,
 }
+LONG = (pytest.mark.long, pytest.mark.products)
+PARAMETERS = [pytest.param(name, marks=LONG if name in {*OPTIMIZERS} - QUICK else ()) for name in CASES]
 BY_DEVICE = {"neftune"}  # noise is drawn by the device's own generator
 
 
@@ -59,8 +65,8 @@ def plan_of(name: str, kind: DeviceKind, caches: Mapping[str, Path]) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory) -> dict[tuple[str, DeviceKind], list[float]]:
-    """The losses of every case on the device and on the CPU; one process for each device runs all cases.
+def losses(tmp_path_factory, request) -> dict[tuple[str, DeviceKind], list[float]]:
+    """The losses of every case that runs, on the device and on the CPU; one process for each device runs all.
 
     The factories import torch and transformers, which takes seconds: not while tests are collected.
     """
@@ -78,9 +84,11 @@ def losses(tmp_path_factory) -> dict[tuple[str, DeviceKind], list[float]]:
     plain = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     on_card = machine_environment(Machine(cards=(H100,)), folder / "machine")
     on_card["PYTHONPATH"] = os.pathsep.join([on_card["PYTHONPATH"], root])
+    items = [item for item in request.session.items if item.path == request.path]
+    names = dict.fromkeys(item.callspec.params["name"] for item in items if hasattr(item, "callspec"))
     found: dict[tuple[str, DeviceKind], list[float]] = {}
     for kind, environment in ((DeviceKind.CPU, plain), (DeviceKind.CUDA, {**plain, **on_card})):
-        runs = {name: folder / kind.value / name for name in CASES}
+        runs = {name: folder / kind.value / name for name in names}
         paths = [write_attempt(run, plan_of(name, kind, caches)) for name, run in runs.items()]
         done = subprocess.run(
             [sys.executable, str(WORKER), *map(str, paths)],
@@ -91,7 +99,7 @@ def losses(tmp_path_factory) -> dict[tuple[str, DeviceKind], list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_a_step_on_the_device_learns_what_it_learns_on_a_cpu(losses, name: str):
     card, host = losses[name, DeviceKind.CUDA], losses[name, DeviceKind.CPU]
     assert len(card) == 3
