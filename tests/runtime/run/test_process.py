@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,3 +62,30 @@ def test_a_rank_ends_at_its_start_if_its_launcher_has_ended_also_where_no_proces
             pass
         answer = subprocess.run(rank, check=False, capture_output=True, text=True)
     assert answer.returncode == 1 and "launcher of this rank has ended" in answer.stderr
+
+
+CLEANING = """
+import sys, time
+from pathlib import Path
+from shardwise.trainer.runtime.run.process import end_with_parent
+folder = Path(sys.argv[1])
+end_with_parent()
+try:
+    (folder / "ready").touch()
+    time.sleep(60)
+except SystemExit:
+    (folder / "cleaning").touch()
+    time.sleep(0.3)
+    (folder / "cleaned").touch()
+    raise
+"""
+
+
+def test_a_second_request_to_end_does_not_interrupt_the_cleaning(tmp_path: Path):
+    process = subprocess.Popen([sys.executable, "-c", CLEANING, str(tmp_path)])
+    for name in ("ready", "cleaning"):
+        while not (tmp_path / name).exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM and (tmp_path / "cleaned").exists()

@@ -64,6 +64,7 @@ def end_with_parent() -> None:
 
 
 def _raise_stop_requested(number: int, _frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # the parent's end and its launcher may both send TERM: cleaning goes on
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a time limit for a template may have its own handler
     signal.alarm(_CLEANING_S)  # ALRM ends the process, also if a library swallows the exception
     raise SystemExit(128 + number)
