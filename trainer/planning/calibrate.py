@@ -163,7 +163,10 @@ def _learned_times(records: Sequence[CalibrationRecord]) -> LearnedTimes:
         start_up_s=middle("start_up_s"),
         saved_bytes_per_s=middle("saved_bytes_per_s"),
         exported_bytes_per_s=middle("exported_bytes_per_s"),
-        num_runs=sum(record.start_up_s is not None for record in records),
+        num_runs=sum(
+            any(each is not None for each in (record.start_up_s, record.saved_bytes_per_s, record.exported_bytes_per_s))
+            for record in records
+        ),
     )
 
 

@@ -328,11 +328,18 @@ def _time_lines(plan: Plan, context: PlanningContext) -> Iterator[str]:
 
 def _sources_of_time(context: PlanningContext) -> Iterator[str]:
     times, disk = context.corrections.times, output_disk(context)
-    if times.num_runs:
+    by_runs = {
+        TimePart.START_UP: times.start_up_s is not None,
+        TimePart.SAVING: times.saved_bytes_per_s is not None,
+        TimePart.EXPORT: times.exported_bytes_per_s is not None,
+    }
+    measured = [part for part, is_measured in by_runs.items() if is_measured]
+    if measured:
         runs = "1 run" if times.num_runs == 1 else f"{times.num_runs} runs"
-        yield f"start-up, saving and export as measured in {runs} on this device"
-    elif disk is not None and disk.write_bytes_per_s is not None:
-        yield f"saving and export at {format_bytes(disk.write_bytes_per_s)}/s, as {disk.path} was measured"
+        yield f"{' and '.join(measured)} as measured in {runs} on this device"
+    by_disk = [part for part in (TimePart.SAVING, TimePart.EXPORT) if part not in measured]
+    if by_disk and disk is not None and disk.write_bytes_per_s is not None:
+        yield f"{' and '.join(by_disk)} at {format_bytes(disk.write_bytes_per_s)}/s, as {disk.path} was measured"
 
 
 def _totals_lines(plan: Plan, totals: RunTotals) -> Iterator[str]:

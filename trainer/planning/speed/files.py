@@ -30,7 +30,7 @@ class Volume(Value, frozen=True, kw_only=True):
 
 
 class SavedVolume(Value, frozen=True, kw_only=True):
-    """What the saves of a run move."""
+    """Bytes of all saves of a run."""
 
     waited: Volume  # for the first and the last save
     between: Volume  # by the saves between

@@ -153,7 +153,7 @@ def _load(builder: Any) -> None:  # noqa: ANN401  # DeepSpeed's
         builder.sources = lambda: joined_sources(separate(), Path(builder.deepspeed_src_path("")), Path(folder))
         try:
             builder.load(verbose=True)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, ValueError) as error:  # of the compiler, of the copies, of other folders
             sys.stdout.write(f"{error}\n")
             builder.sources = separate
             builder.load(verbose=True)

@@ -256,9 +256,7 @@ def _check_argument_names(messages: Sequence[Message], text: str) -> None:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             for name in _names_in(_function_of(call).get("arguments")):
-                if not any(
-                    each in text for each in (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1])
-                ):
+                if not _is_written(name, text) and json.dumps(name)[1:-1] not in text:
                     raise TemplateRefusalError(
                         f"the chat template omits the name of the argument {name} of message {number + 1}; {_ANOTHER}"
                     )
