@@ -69,7 +69,11 @@ def check_weights(folder: Path) -> StoredTensors:
             f"{folder}: holds {names[0]}, which is not read, and no model.safetensors; download the model in that "
             "form, or save it with save_pretrained of transformers"
         )
-    raise InputError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json")
+    remedy = shlex.join(["model.name=null", f"model.config={folder}"])
+    raise InputError(
+        f"{folder}: holds no model.safetensors and no model.safetensors.index.json; "
+        f"for a new model of this shape write {remedy}"
+    )
 
 
 def holds_weights(folder: Path) -> bool:

@@ -39,12 +39,17 @@ def end_group() -> None:
         dist.destroy_process_group()
 
 
+_M_MMAP_THRESHOLD = -3
+
+
 class Peak:
     """The largest anonymous memory while a block runs, above the level before it."""
 
     def __enter__(self) -> "Peak":
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # memory that an earlier plan freed would be used again unseen
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**20)  # what the block frees is given back, where malloc would keep some of it
+        libc.malloc_trim(0)  # memory that an earlier plan freed would be used again unseen
         self.level, self.highest, self._is_done = anonymous_bytes(), 0, threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()

@@ -321,6 +321,8 @@ LEFT_OUT: list[Any] = [
     (COMPLETION, {"prompt": "2+2?", "completion": "5", "label": False}, "label: false"),
     (COMPLETION, {"prompt": "2+2?", "completion": "5", "label": "False"}, "label: false"),
     (CHAT, {"conversations": SAID, "kto_tag": False}, "kto_tag: false"),
+    (COMPLETION, {"prompt": "2+2?", "completion": "5", "kto_label": "false"}, "kto_label: false"),
+    (CHAT, {"messages": [ASKED, WRONG], "desirable": False}, "desirable: false"),
     (CHAT, {"messages": [ASKED, WRONG], "weight": 0}, "weight: 0"),
     (TEXT, {"text": "a", "train": False}, "train: false"),
     (CHAT, {"messages": [ASKED, WRONG], "loss": 0}, "loss: 0"),

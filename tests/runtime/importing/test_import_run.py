@@ -304,8 +304,7 @@ def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
 
 LARGE = {"vocab_size": 6000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8}
 WATCH = """
-import ctypes, json, sys
-ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back at once
+import json, sys
 small, pickled, zero, dcp, folder_of_peak = sys.argv[1:]
 sys.path.append(folder_of_peak)
 from rank_process import Peak

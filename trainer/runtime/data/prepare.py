@@ -47,6 +47,7 @@ from shardwise.trainer.runtime.data.chat.template import (
 from shardwise.trainer.runtime.data.row_writer import Rows, RowShape, RowWriter
 from shardwise.trainer.runtime.data.sources import TokenIds, size_of, texts_of
 from shardwise.trainer.runtime.data.sources.files import BadRow, holds_rows
+from shardwise.trainer.runtime.data.sources.rows import LABELS
 from shardwise.trainer.runtime.data.sources.scan import (
     CheckedFile,
     RowScan,
@@ -346,7 +347,7 @@ def _notes(work: Work, scan: RowScan, rows: Rows) -> Iterator[str]:
 def _notes_on_rows(scan: RowScan) -> Iterator[str]:
     """What of the rows is no part of what is learned from."""
     if scan.left_out:
-        is_kto = any(mark.startswith(("label", "kto_tag")) for mark in scan.left_out)
+        is_kto = any(mark.startswith(LABELS) for mark in scan.left_out)
         kto = "; KTO, which also learns from such answers, is not supported" if is_kto else ""
         yield f"rows that are not to be learned were left out: {_counted(scan.left_out)}{kto}"
     if scan.shortened:

@@ -51,7 +51,16 @@ from shardwise.trainer.runtime.data.chat.template import (
     with_functions,
 )
 from shardwise.trainer.runtime.data.chat.turns import Turn, num_shared
-from shardwise.trainer.runtime.data.sources import EXCLUDED, Chat, Completion, Content, Message, Preference, TokenIds
+from shardwise.trainer.runtime.data.sources import (
+    EXCLUDED,
+    Chat,
+    Completion,
+    Content,
+    Message,
+    Preference,
+    TokenIds,
+    TooLong,
+)
 from shardwise.trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer, special_tokens, tokenizer_panics
 from shardwise.trainer.runtime.run.process import end_with_parent
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -153,7 +162,7 @@ class Renderer:
                 len(text) > num_chars
                 and len(self._tokenizer.encode([text[:num_chars]])[0]) > self._seq_len + END_TOKENS
             ):
-                return f"too long: {len(text)} characters, train.seq_len is {self._seq_len} tokens"
+                return TooLong(f"too long: {len(text)} characters, train.seq_len is {self._seq_len} tokens")
         return drafts
 
     def _drafts(self, content: Content) -> list[_Draft] | str:
@@ -249,7 +258,7 @@ class Renderer:
             return sequences[0]  # a long text is cut or packed, never too long
         for sequence, name in zip(sequences, ("chosen: ", "rejected: ") if len(drafts) > 1 else ("",), strict=True):
             if len(sequence.ids) > self._seq_len:
-                return f"too long: {name}{len(sequence.ids)} tokens, train.seq_len is {self._seq_len}"
+                return TooLong(f"too long: {name}{len(sequence.ids)} tokens, train.seq_len is {self._seq_len}")
             if reason := _nothing_learned(sequence):
                 return f"{name}{reason}"
         if not isinstance(content, Preference):

@@ -29,6 +29,12 @@ class TokenIds(NamedTuple):
     is_learned: list[bool] | None = None
 
 
+class TooLong(str):
+    """Why an example that needs more tokens than train.seq_len cannot be used."""
+
+    __slots__ = ()
+
+
 class Completion(NamedTuple):
     """A prompt, which is read, and a completion, which is learned."""
 

@@ -83,7 +83,7 @@ _WHOLE: tuple[tuple[str, str, Callable[[list[Any]], bool]], ...] = (  # columns 
 _ANSWER_MARK = "\n\nAssistant:"  # of Anthropic's hh-rlhf, whose rows have no prompt
 _NO_PROMPT = 'has no field "prompt", and its two answers share no beginning that could be it'
 _OF_APPLY_CHAT_TEMPLATE = frozenset({"messages", "conversation", "tools", "add_generation_prompt", "chat_template"})
-_LABELS = ("label", "kto_tag")  # of an answer, by KTO
+LABELS = ("label", "kto_tag", "kto_label", "desirable", "is_desirable")  # of an answer, by KTO
 TextOrMessages = str | list[Message]
 
 
@@ -210,9 +210,9 @@ class Columns:
     def check_marks(self, *, is_answer: bool) -> None:
         """LeaveOutError where the row is marked as not to be learned; UnusableRowError for a mark that is not clear."""
         for column, value in self.row.items():
-            if value is None or (column in _LABELS and not is_answer):
+            if value is None or (column in LABELS and not is_answer):
                 continue
-            stated = _label(column, value) if column in _LABELS else self._mark(column, value, is_answer=is_answer)
+            stated = _label(column, value) if column in LABELS else self._mark(column, value, is_answer=is_answer)
             if stated is not None:
                 self._read.add(column)
             if stated is False:

@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain, groupby
+from math import ceil
 from typing import NamedTuple
 
-from shardwise.trainer.runtime.data.sources import Content, identity_of, is_plain_pair, size_of
+from shardwise.trainer.runtime.data.sources import Content, TooLong, identity_of, is_plain_pair, size_of
 from shardwise.trainer.runtime.data.sources.files import (
     BadRow,
     LeftOutRow,
@@ -110,10 +111,12 @@ class RejectedRows:
 
     def __init__(self) -> None:
         self.num = 0
+        self._num_long = 0
         self._retained: list[BadRow] = []
 
     def add(self, row: BadRow) -> None:
         self.num += 1
+        self._num_long += isinstance(row.reason, TooLong)
         if self.num <= NUM_BAD_ROWS_SHOWN:
             self._retained.append(row)
 
@@ -128,7 +131,12 @@ class RejectedRows:
         allowed = request.bad_rows_max * num_rows if skips else 0
         if self.num <= allowed:
             return
-        if self.num > FEW_BAD_ROWS * num_rows:
+        if self._num_long == num_rows:
+            remedy = "raise train.seq_len, or cut them: every row needs more tokens"
+        elif self._num_long > self.num / 2:
+            share = ceil(100 * self.num / num_rows) / 100
+            remedy = f"raise train.seq_len, or leave them out with data.bad_rows=skip data.bad_rows_max={share}"
+        elif self.num > FEW_BAD_ROWS * num_rows:
             remedy = "too many to skip: mend the file, or name its columns with data.fields"
         elif skips:
             remedy = (
