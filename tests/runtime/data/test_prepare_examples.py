@@ -124,7 +124,7 @@ def test_what_of_the_rows_is_no_part_of_what_is_learned_is_counted(tmp_path, tok
 
 def test_rows_that_turn_out_unusable_are_named_and_skipped_where_the_job_says_so(tmp_path, tokenizer):
     rows = [*(chat(number) for number in range(10)), {"messages": [user("x " * 200), assistant("y")]}]
-    ways_out = r"raise train\.seq_len, or leave them out with data\.bad_rows=skip data\.bad_rows_max=0\.1$"
+    ways_out = r"raise train\.seq_len, or skip them with data\.bad_rows=skip data\.bad_rows_max=0\.1$"
     with pytest.raises(InputError, match=rf"1 of 11 rows .*rows\.jsonl:11: too long: (?s:.*)\n{ways_out}"):
         prepared(tmp_path, rows, tokenizer)
     with pytest.raises(InputError, match=r"2 of 2 rows .*: too long: (?s:.*)\nraise train\.seq_len, or cut them"):

@@ -135,7 +135,7 @@ class RejectedRows:
             remedy = "raise train.seq_len, or cut them: every row needs more tokens"
         elif self._num_long > self.num / 2:
             share = ceil(100 * self.num / num_rows) / 100
-            remedy = f"raise train.seq_len, or leave them out with data.bad_rows=skip data.bad_rows_max={share}"
+            remedy = f"raise train.seq_len, or skip them with data.bad_rows=skip data.bad_rows_max={share}"
         elif self.num > FEW_BAD_ROWS * num_rows:
             remedy = "too many to skip: mend the file, or name its columns with data.fields"
         elif skips:
