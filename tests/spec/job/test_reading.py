@@ -222,7 +222,9 @@ UNKNOWN = [  # what is written, its name, what the line must name
     ({"train": {"lora.rank": 1}}, '"lora.rank"', "train: {lora: {rank: ...}}"), ({1: 2}, "1", "text"),
     ({True: 2}, "true", "text"), ({"a\nb": 2}, '"a\\nb"', "model, data"), ({"": 2}, '""', "text"),
     ({"x" * 200: 2}, '"xxx', "model, data"),
-    *(({name: 1}, name, f"{setting}?") for name, setting in OTHER_NAMES.items()),
+    *(({name: 1}, name, f"{setting}?") for name, setting in OTHER_NAMES.items() if "." not in name),
+    ({"data": {"train": "x", "path": 1}}, "data.path", "data.train?"),
+    ({"model": {"path": 1}}, "model.path", "model.name?"),
 ]  # fmt: skip
 
 

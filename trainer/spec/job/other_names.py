@@ -1,15 +1,15 @@
 """Names of settings in other trainers, for "did you mean": transformers, TRL, PEFT, Axolotl, LLaMA-Factory, torchtune.
 
-A name leads to the path of a setting, or to a setting with its value.
+A name, or a section with a name, leads to the path of a setting, or to a setting with its value.
 """
 
 from collections.abc import Mapping
 
 _BY_SETTING = {
-    "model.name": "model_name_or_path base_model model_id pretrained_model_name_or_path checkpoint_path",
+    "model.name": "model_name_or_path base_model model_id pretrained_model_name_or_path checkpoint_path model.path",
     "model.revision": "model_revision revision_of_model",
     "model.tokenizer": "tokenizer_name_or_path tokenizer_name tokenizer_path",
-    "data.train": "dataset datasets train_file train_dataset dataset_name data_path train_data",
+    "data.train": "dataset datasets train_file train_dataset dataset_name data_path train_data data.path data.file",
     "data.eval": "val_set_size eval_dataset test_datasets validation_file test_size validation_split eval_file",
     "data.fields": "field_messages dataset_text_field field_instruction field_output text_column",
     "data.chat_template": "template conversation chat_template_path prompt_template",
@@ -21,7 +21,7 @@ _BY_SETTING = {
     "train.method=qlora": "load_in_4bit load_in_8bit quantization_bit quantization bnb_4bit_quant_type use_qlora nf4",
     "train.method=galore": "use_galore optim_target_modules",
     "train.seq_len": "max_seq_length max_length sequence_len cutoff_len block_size model_max_length max_seq_len",
-    "train.tokens_per_step": "batch_size gradient_accumulation_steps global_batch_size train_batch_size",
+    "train.tokens_per_step": "batch batch_size gradient_accumulation_steps global_batch_size train_batch_size",
     "train.epochs": "num_train_epochs num_epochs max_epochs",
     "train.steps": "max_steps max_train_steps max_steps_per_epoch",
     "train.lr": "learning_rate peak_lr max_lr",

@@ -158,8 +158,9 @@ def _unknown(path: str, section: str, meant: str | None) -> str:
 
 def meant_setting(section: str, name: str) -> str | None:
     """The setting that was probably meant, or with its value: by its name elsewhere, among siblings, or anywhere."""
-    if name.lower() in OTHER_NAMES:
-        return OTHER_NAMES[name.lower()]
+    for known in (f"{section}.{name}".lower(), name.lower()):
+        if known in OTHER_NAMES:
+            return OTHER_NAMES[known]
     siblings = {path.rpartition(".")[2]: path for path in children(section)}
     if near := nearest(name, tuple(siblings)):
         return siblings[near]
