@@ -59,7 +59,7 @@ def test_the_engine_of_a_plan_is_written_for_a_script_of_ones_own(run: Run, tmp_
 def test_several_cpu_ranks_of_a_script_train_together_or_not_at_all(run: Run, tmp_path: Path, sharding: str) -> None:
     """Accelerate has DDP alone for them, and only for a script that states the CPU itself."""
     folder = tmp_path / "engine"
-    words = ("plan", "model.name=qwen2.5-0.5b", "--method", "full", "--engine-files", str(folder))
+    words = ("plan", "model.name=pythia-70m", "--method", "full", "--engine-files", str(folder))
     code, out, err = run(*words, "--hardware", "2xCPU", f"pin.sharding={sharding}")
     assert (code, out) == (ExitCode.INPUT, "") and sharding in err and not folder.exists()
     _, remedy = err.strip().rsplit("; ", 1)
