@@ -48,8 +48,7 @@ def traced_shape(request: TraceRequest, *, cache: Path, near: ModelShape | None 
         return codec.decode(path.read_bytes(), ModelShape, origin=str(path))
     except (OSError, InputError):
         pass  # not there, or of a process that was killed: it is made again
-    model_type = request.description.model_config.get("model_type")
-    Console(sys.stderr).line(f"tracing one block of each kind of {model_type}, once (about 8 s) ...")
+    announce(str(request.description.model_config.get("model_type")))
     has_kernels = any(installed_version(name) is not None for name in KERNEL_PACKAGES)
     shape = ask_simulation("--trace", request, ModelShape, sees_gpus=has_kernels and not request.modes)
     if has_kernels and request.modes:  # whether documents stay apart is measured where those kernels run
@@ -68,6 +67,12 @@ def traced_shape(request: TraceRequest, *, cache: Path, near: ModelShape | None 
     except OSError as error:
         Console(sys.stderr).line(f"{path}: cannot be written: {error.strerror}")
     return shape
+
+
+@cache
+def announce(model_type: str) -> None:
+    """Once in a process: the ways out of a plan that does not fit trace the model with other settings."""
+    Console(sys.stderr).line(f"tracing one block of each kind of {model_type}, once (about 8 s) ...")
 
 
 def trace_request(

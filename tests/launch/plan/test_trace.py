@@ -12,6 +12,7 @@ from workplace_factory import Workplace, make_workplace
 from shardwise.launch.inputs.model_files import known_models
 from shardwise.launch.plan.dry_run import simulate, simulation_request
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs, with_job
+from shardwise.launch.plan.trace import announce
 from shardwise.trainer.planning.candidates import configuration_of
 from shardwise.trainer.planning.memory import needed_bytes
 from shardwise.trainer.planning.planner import context_of
@@ -63,6 +64,7 @@ def test_an_unknown_type_is_planned_from_traces_that_the_cache_keeps(
     workplace: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, before = KINDS["linear attention, dense"], set(cached(workplace))
+    announce.cache_clear()
     inputs = read(workplace, config, "data.packing=auto")
     assert capsys.readouterr().err.count("tracing one block of each kind of qwen3_5_text") == 1
     other = read(workplace, config, "train.seq_len=128", traced=inputs.shape)
@@ -85,6 +87,7 @@ def test_an_unknown_type_is_planned_from_traces_that_the_cache_keeps(
     for path in made:
         known = codec.decode(path.read_bytes(), ModelShape, origin=str(path))
         codec.write(path, replace(known, packing_obstacle="as it is cached"))
+    announce.cache_clear()
     assert read(workplace, config).shape.packing_obstacle == "as it is cached"
     assert "tracing" not in capsys.readouterr().err
     assert set(cached(workplace)) == {*before, *made}
