@@ -116,7 +116,7 @@ def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Di
     masters = share(width * trained, degree) if policy.uses_deepspeed else 0
     optimizer = optimizer_bytes(configuration, policy, dims, num_trained=trained)
     state, temporaries = share(optimizer.state, trained_degree), share(optimizer.temporaries, trained_degree)
-    if policy.uses_deepspeed:
+    if policy.uses_deepspeed and trained:
         at_once = updated_at_once(configuration, policy, dims, num_trained=trained)
         temporaries = -(-temporaries * at_once // share(trained, degree))
     saved = width * trained + optimizer.state
