@@ -573,8 +573,8 @@ def optimizer_step(step: StateMemory, resident: Event) -> Event:
     policy, states = step.policy, step.states
     event = {**resident, "gradients": states.gradients, "optimizer_temporaries": states.optimizer_temporaries}
     if policy.uses_deepspeed and states.master_weights:
-        # When the backward ends, each rank keeps the gradients of its partition (also ZeRO-1). Those that are updated at
-        # once are copied into one flat tensor, and that into one of the masters' type, before either is freed.
+        # When the backward ends, each rank keeps the gradients of its partition (also ZeRO-1). Those that are updated
+        # at once are copied into one flat tensor, and that into one of the masters' type, before either is freed.
         share = -(-states.num_trained // policy.shard_degree)
         event["gradients"] = min(states.gradients, policy.compute_bytes * share)
         flat = policy.compute_bytes if policy.compute_bytes != policy.master_bytes else 0
