@@ -9,7 +9,7 @@ weight). Memory of a sub-group (DeepSpeed 0.19.8, runtime/swap_tensor and runtim
     weights on NVMe    also one in the computing type, through which updated weights are written, and `buffer_count`
                        buffers of one piece: every weight that is gathered, or about to be, holds one
 
-So sub-groups are cut to the rest of the window that the memory estimate counts (`NVME_WINDOW_BYTES`), or of the
+So sub-groups are cut to the rest of the window that the memory estimate counts (`UPDATE_WINDOW_BYTES`), or of the
 machine's limit on locked memory if that is less. DeepSpeed has a fixed size for all of these, and ends the process if
 mlock refuses it.
 
@@ -43,15 +43,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.launch.probe.host import memlock_limit
-from shardwise.trainer.planning.memory.states import NVME_WINDOW_BYTES
-from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.engines import SUB_GROUP_BUFFERS, UPDATE_WINDOW_BYTES, Offload, sub_group_elements
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.units import MIB, format_bytes
 from shardwise.trainer.spec.value import Value
 
-OPTIMIZER_BUFFERS = 4  # of a sub-group under Adam: master weights, gradient, two moments
 SMALLEST_SWAPPED_BYTES = MIB  # DeepSpeed's MIN_AIO_BYTES, and the block size of our files
 WEIGHTS_AHEAD = 2  # gathered before they are needed
 WEIGHT_BUFFERS = 1 + 2 * WEIGHTS_AHEAD  # at work; gathered ahead; on their way from the disk
@@ -77,18 +75,19 @@ def offload_buffers(plan: Plan) -> OffloadBuffers:
     strategy, num_ranks = chosen.strategy, chosen.num_ranks
     width = strategy.precision.compute_bytes
     partition, piece = -(-shape.num_parameters // num_ranks), -(-shape.largest_tensor // num_ranks)
-    per_element = OPTIMIZER_BUFFERS * strategy.precision.master_bytes
+    per_element = SUB_GROUP_BUFFERS * strategy.precision.master_bytes
     fixed = 0
     if strategy.offload is Offload.NVME_ALL:
         per_element += width
         fixed = WEIGHT_BUFFERS * piece * width
-    largest = max(piece, (_window_bytes(plan) - fixed) // per_element)
-    sub_group = max(1, min(partition, largest - piece))
+    sub_group = sub_group_elements(
+        partition=partition, piece=piece, num_bytes=per_element, window=_window_bytes(plan) - fixed
+    )
     return OffloadBuffers(
         sub_group_elements=sub_group,
         weight_buffer_elements=piece,
         weight_buffers=WEIGHT_BUFFERS,
-        optimizer_buffers=OPTIMIZER_BUFFERS,
+        optimizer_buffers=SUB_GROUP_BUFFERS,
         ahead_elements=WEIGHTS_AHEAD * num_ranks * SMALLEST_SWAPPED_BYTES // width,
         pins_memory=_pins_memory(plan),
         locked_bytes=fixed + per_element * min(partition, sub_group + piece) if strategy.offload.uses_nvme else 0,
@@ -98,9 +97,9 @@ def offload_buffers(plan: Plan) -> OffloadBuffers:
 def _window_bytes(plan: Plan) -> int:
     """RAM that one rank's buffers may take."""
     if not plan.chosen.strategy.offload.uses_nvme:
-        return NVME_WINDOW_BYTES
+        return UPDATE_WINDOW_BYTES
     limit = plan.hardware.host.memlock_limit_bytes
-    return NVME_WINDOW_BYTES if limit is None else min(NVME_WINDOW_BYTES, limit)
+    return UPDATE_WINDOW_BYTES if limit is None else min(UPDATE_WINDOW_BYTES, limit)
 
 
 def _pins_memory(plan: Plan) -> bool:

@@ -72,6 +72,7 @@ from shardwise.trainer.simulation.fake_device import (
 )
 from shardwise.trainer.simulation.kernels import Kernels
 from shardwise.trainer.simulation.package_functions import as_installed
+from shardwise.trainer.spec.engines import SUB_GROUP_BUFFERS, sub_group_elements
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import LiveGroup, Simulation, SimulationRequest
@@ -310,6 +311,12 @@ def zero_config(request: SimulationRequest, model: PreTrainedModel) -> dict[str,
     if zero["stage"] == 3:
         zero["stage3_prefetch_bucket_size"] = 9 * square // 10
         zero["stage3_param_persistence_threshold"] = 10 * hidden_size
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        zero["sub_group_size"] = sub_group_elements(
+            partition=-(-sum(sizes) // request.num_ranks),
+            piece=-(-max(sizes) // request.num_ranks),
+            num_bytes=SUB_GROUP_BUFFERS * request.precision.master_bytes,
+        )
     return config
 
 

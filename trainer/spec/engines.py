@@ -11,7 +11,11 @@ from enum import StrEnum
 from functools import cached_property
 
 from shardwise.trainer.spec.optimizers import Pieces
+from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value, complete
+
+UPDATE_WINDOW_BYTES = 5 * 400 * MIB  # of a sub-group's buffers: buffer_count x buffer_size of DeepSpeed's examples
+SUB_GROUP_BUFFERS = 4  # of a sub-group under Adam: master weights, gradient, two moments
 
 
 class Offload(StrEnum):
@@ -205,3 +209,12 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
 def shardings_with(offload: Offload) -> tuple[Sharding, ...]:
     """The shardings whose library has an offload."""
     return tuple(sharding for sharding in Sharding if offload in sharding.facts.offloads)
+
+
+def sub_group_elements(*, partition: int, piece: int, num_bytes: int, window: int = UPDATE_WINDOW_BYTES) -> int:
+    """DeepSpeed's `sub_group_size`: what ZeRO-3 updates at once, of a rank's `partition`, in elements.
+
+    `piece` is a rank's part of the largest weight, `num_bytes` what the buffers of one element take. The weight that
+    fills a sub-group belongs to it, so that it may be larger than this by one piece.
+    """
+    return max(1, min(partition, max(piece, window // num_bytes) - piece))

@@ -216,15 +216,23 @@ def test_galore_around_adafactor_keeps_rows_and_columns_of_what_is_projected() -
     assert in_16_bit.optimizer_temporaries == 5 * 4 * V * H  # of the head, beside one of the embedding's
 
 
+def test_adapters_on_nothing_have_no_state() -> None:
+    """As of a model whose layers none of the job's names is of; the plan then refuses it in words."""
+    found = states(configuration(**at(Sharding.ZERO3, 8, method=LORA, lora=LoraJob(targets=("nothing",)))))
+    assert (found.optimizer_state, found.master_weights, found.optimizer_temporaries) == (0, 0, 0)
+
+
 # Above what stays between steps: (row, bytes). DeepSpeed keeps the gradients of its partition, copies them into a flat
 # tensor, and that into one of the masters' type: 2 + 2 + 4 bytes for bf16-mixed (0.19.8: `step` of stage_1_and_2.py,
-# `_prepare_fp32_grad_for_sub_group` of stage3.py; test_memory_against_dry_run has both run).
+# `_prepare_fp32_grad_for_sub_group` of stage3.py; test_memory_against_dry_run has both run). ZeRO-3 does so with one
+# sub-group after the other, of as many elements as have four buffers of the masters' type in 2000 MiB.
+SUB_GROUP = 2000 * 2**20 / (4 * 4)
 OPTIMIZER_STEPS = [
     ("ddp", 0),  # gradients are the buckets, which stay
     ("zero1", (2 + 2 + 4) * P / 8),
     ("zero2", (2 + 2 + 4) * P / 8),
-    ("zero3", (2 + 4) * P / 8),  # gradients are a buffer that stays
-    ("zero3 bf16", 2 * P / 4),  # of 4 ranks; the flat tensor is of the masters' type already
+    ("zero3", (2 + 4) * SUB_GROUP),  # gradients are a buffer that stays
+    ("zero3 bf16", 8 * V * H / 4),  # the norm of a rank's piece of a table, in fp64: more than copies of a sub-group
     ("lora zero3", (2 + 4) * A / 8),
     ("zero2 optimizer", 0),  # on the host
     ("fsdp", 4 * P / 8),

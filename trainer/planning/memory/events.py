@@ -40,7 +40,7 @@ from shardwise.trainer.planning.memory.sharding import (
     gathered_kinds,
     reduced_kinds,
 )
-from shardwise.trainer.planning.memory.states import States
+from shardwise.trainer.planning.memory.states import States, updated_at_once
 from shardwise.trainer.planning.memory.traced import (
     Widths,
     places,
@@ -573,15 +573,17 @@ def optimizer_step(step: StateMemory, resident: Event) -> Event:
     policy, states = step.policy, step.states
     event = {**resident, "gradients": states.gradients, "optimizer_temporaries": states.optimizer_temporaries}
     if policy.uses_deepspeed and states.master_weights:
-        # When the backward ends, each rank keeps the gradients of its partition (also ZeRO-1). They are copied into one
-        # flat tensor, and that into one of the masters' type, before either is freed.
+        # When the backward ends, each rank keeps the gradients of its partition (also ZeRO-1). Those that are updated
+        # at once are copied into one flat tensor, and that into one of the masters' type, before either is freed.
         share = -(-states.num_trained // policy.shard_degree)
         event["gradients"] = min(states.gradients, policy.compute_bytes * share)
         flat = policy.compute_bytes if policy.compute_bytes != policy.master_bytes else 0
-        copied = {**event, "gradient_copies": (flat + policy.master_bytes) * share}
-        if policy.is_frozen or step.configuration.strategy.sharding.facts.deepspeed_stage == 3:
+        at_once = updated_at_once(step.configuration, policy, step.dims, num_trained=states.num_trained)
+        copied = {**event, "gradient_copies": (flat + policy.master_bytes) * at_once}
+        if policy.is_frozen:
             return copied
         # Before that the norm is taken, of each gradient in double precision.
-        doubles = _NORM_BYTES * min(share, step.dims.largest_tensor)
+        is_cut = step.configuration.strategy.sharding.facts.deepspeed_stage == 3  # each is a rank's piece of a weight
+        doubles = _NORM_BYTES * min(share, -(-step.dims.largest_tensor // (policy.shard_degree if is_cut else 1)))
         return max(copied, {**event, "optimizer_temporaries": 0, "gradient_copies": doubles}, key=_total)
     return event

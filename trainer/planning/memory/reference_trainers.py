@@ -58,6 +58,7 @@ class ReferenceTrainer(Value, frozen=True, kw_only=True):
     retains_frozen_inputs: bool = False  # frozen blocks keep an input gradient each until the backward ends
     reduce_bytes: int | None = None  # None: as the optimizer sees a weight
     reduces_every_micro_batch: bool = False
+    sub_group_elements: int | None = None  # ZeRO-3's sub_group_size; None: as our launcher cuts them
     # Optimizer and loader:
     fuses_adamw: bool = False  # its plain AdamW is PyTorch's fused one, not foreach
     keeps_table_state: bool = False  # 8-bit optimizers keep fp32 state for the embedding
@@ -95,6 +96,7 @@ _HF_TRAINER = ReferenceTrainer(
     retains_frozen_inputs=True,
     keeps_table_state=True,
     wraps_adapters=True,
+    sub_group_elements=10**9,
 )
 _FUSED_KERNELS = replace(
     _HF_TRAINER,
@@ -111,8 +113,10 @@ _TRAINERS_SUBCLASSES = tuple(
 )
 _DEEPSPEED = ReferenceTrainer(
     name="deepspeed",
-    source="deepspeed runtime/engine.py, _configure_basic_optimizer: AdamW of a DeepSpeed configuration is FusedAdam",
+    source="deepspeed runtime/engine.py, _configure_basic_optimizer: AdamW of a DeepSpeed configuration is FusedAdam; "
+    "runtime/zero/config.py: sub_group_size 1e9",
     fuses_adamw=True,
+    sub_group_elements=10**9,
 )
 _TORCHTITAN = ReferenceTrainer(
     name="torchtitan",

@@ -55,7 +55,7 @@ from shardwise.trainer.planning.memory.precision_policy import (
     traced_adapters,
 )
 from shardwise.trainer.planning.memory.sharding import largest_shard, share
-from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.engines import SUB_GROUP_BUFFERS, UPDATE_WINDOW_BYTES, Offload, sub_group_elements
 from shardwise.trainer.spec.optimizers import Optimizer, OptimizerFacts, StateKind
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Quant, Strategy
 from shardwise.trainer.spec.units import MIB
@@ -63,7 +63,6 @@ from shardwise.trainer.spec.value import Value
 
 NF4_WEIGHT_BYTES = 0.5
 NF4_SCALE_BYTES = {Quant.NF4: 4 / 64, Quant.NF4_DQ: 1 / 64 + 4 / 16384}
-NVME_WINDOW_BYTES = 5 * 400 * MIB  # DeepSpeed's swap buffers of a rank: buffer_count x buffer_size of its examples
 
 
 class States(Value, frozen=True, kw_only=True):
@@ -117,6 +116,9 @@ def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Di
     masters = share(width * trained, degree) if policy.uses_deepspeed else 0
     optimizer = optimizer_bytes(configuration, policy, dims, num_trained=trained)
     state, temporaries = share(optimizer.state, trained_degree), share(optimizer.temporaries, trained_degree)
+    if policy.uses_deepspeed and trained:
+        at_once = updated_at_once(configuration, policy, dims, num_trained=trained)
+        temporaries = -(-temporaries * at_once // share(trained, degree))
     saved = width * trained + optimizer.state
     managed = share(optimizer.paged, trained_degree) if policy.is_cuda else 0  # a CPU's "managed" memory is its own
     state -= managed
@@ -148,6 +150,21 @@ def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Di
     )
 
 
+def updated_at_once(configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, num_trained: int) -> int:
+    """Elements of a rank that the optimizer updates together, of `num_trained` over all: under ZeRO-3 a sub-group.
+
+    The weight that fills a sub-group may be the largest, as where the head follows the blocks.
+    """
+    partition = share(num_trained, policy.shard_degree)
+    if configuration.strategy.sharding.facts.deepspeed_stage != 3:
+        return partition
+    piece = share(dims.largest_tensor, policy.shard_degree)
+    size = policy.reference.sub_group_elements or sub_group_elements(
+        partition=partition, piece=piece, num_bytes=SUB_GROUP_BUFFERS * policy.master_bytes
+    )
+    return min(partition, size + piece)
+
+
 def _offloaded(states: States, strategy: Strategy, policy: PrecisionPolicy) -> States:
     """The states with those that an offload moves in host RAM or on NVMe."""
     offload, degree = strategy.offload, policy.shard_degree
@@ -161,7 +178,7 @@ def _offloaded(states: States, strategy: Strategy, policy: PrecisionPolicy) -> S
         pinned = state + moved + policy.compute_bytes * states.num_trained // degree
         if offload.uses_nvme:
             nvme = state + (moved if offload is Offload.NVME_ALL else 0)
-            pinned = min(pinned, NVME_WINDOW_BYTES + partition)
+            pinned = min(pinned, UPDATE_WINDOW_BYTES + partition)
     stays = 0 if offload.moves_parameters else 1
     return States(
         num_trained=states.num_trained,
