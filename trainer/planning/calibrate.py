@@ -244,7 +244,10 @@ def corrected_memory(memory: MemoryEstimate, correction: Correction) -> MemoryEs
         events=_moved_events(memory, delta),
         peak_allocated_bytes=top,
         peak_reserved_bytes=reserved,
-        device_bytes=max(top, round((memory.device_bytes + delta) * correction.device.value)),
+        device_bytes=min(
+            max(top, round((memory.device_bytes + delta) * correction.device.value)),
+            max(top + memory.outside_bytes, memory.usable_bytes),
+        ),
         low_bytes=low,
         high_bytes=high,
         need_bytes=memory.need_bytes + (delta if delta > 0 or peak.is_firm else 0),

@@ -53,6 +53,8 @@ def test_parts_sum_to_the_peak_no_term_is_negative_and_figures_are_ordered(
     assert found.steady_allocated_bytes <= found.peak_allocated_bytes <= found.peak_reserved_bytes < found.device_bytes
     assert found.peak_allocated_bytes < found.need_bytes == needed_bytes(shape, chosen, device)
     assert min(found.pinned_bytes, found.host_bytes, found.nvme_bytes) >= 0
+    full = replace(device, usable_bytes=found.need_bytes)
+    assert estimate_memory(shape, chosen, full).device_bytes <= found.need_bytes, "what fits is not more than the card"
 
 
 @given(SHAPES, configurations_of(), DEVICES)

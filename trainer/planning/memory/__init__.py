@@ -273,11 +273,13 @@ def overheads(held: StepBytes, table: OverheadTable) -> Overheads:
     if not policy.is_cuda:
         return _on_cpu(peak, need, _context_bytes(held.device, table), table)
     outside, block = _outside_bytes(held.device, held.num_ranks, table), _block_bytes(held)
-    limit = table.given_back.likely * max(0, held.device.usable_bytes - outside)
+    room = max(0, held.device.usable_bytes - outside)
+    limit = table.given_back.likely * room
     disjoint = _disjoint(held, block, table)
     waste = table.fragmentation_sharded if policy.uses_fsdp else table.fragmentation_alone
     wasted = waste.likely * (block if policy.uses_fsdp else max(0, peak - held.steady))
-    reserved = round(max(table.least_reserved.likely * peak, min(max(disjoint, peak) + wasted, limit)))
+    likely = round(max(table.least_reserved.likely * peak, min(max(disjoint, peak) + wasted, limit)))
+    reserved = min(likely, max(peak, room))  # on a full device unused segments are freed
     return Overheads(
         reserved=reserved,
         device=reserved + outside,

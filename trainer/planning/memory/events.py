@@ -174,7 +174,7 @@ def _gathered_table_gradients(step: StepMemory) -> int:
         return 2 * policy.master_bytes * dims.root + policy.compute_bytes * dims.embedding
     if policy.reference.uses_fsdp1:
         return policy.compute_bytes * dims.root
-    group = dims.root - (dims.head + dims.hidden if step.sharding.reduce_head else 0)
+    group = dims.root - (dims.head_group if step.sharding.reduce_head else 0)
     return (policy.compute_bytes + (0 if step.waits_for_last_micro_batch else policy.reduce_bytes)) * group
 
 
@@ -374,7 +374,7 @@ def _or_reduced(step: StepMemory, backward: Event, retained: Event, event: Event
         return event
     is_added = step.waits_for_last_micro_batch
     reduced = {
-        **with_gathered(retained, sharding.gathered_head - policy.compute_bytes * (dims.head + dims.hidden)),
+        **with_gathered(retained, sharding.gathered_head - policy.compute_bytes * dims.head_group),
         "block_temporaries": policy.residual_bytes * dims.hidden * policy.tokens,
         "fresh_gradients": 0 if is_added else policy.compute_bytes * dims.head,
         "reduce_scatter": sharding.reduce_head,

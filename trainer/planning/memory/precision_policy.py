@@ -112,6 +112,11 @@ class Dims(Value, frozen=True, kw_only=True, cache_hash=True):
             for linear in linears:
                 yield linear.num_inputs, linear.num_outputs, num_blocks * linear.num_copies
 
+    @property
+    def head_group(self) -> int:
+        """Elements of a head with the last norm, which may have no weights."""
+        return self.head + min(self.hidden, self.root - self.embedding - self.head)
+
 
 @lru_cache(maxsize=64)
 def dims_of(shape: ModelShape, *, uses_traces: bool = True) -> Dims:

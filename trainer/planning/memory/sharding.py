@@ -224,7 +224,7 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
             freed_before_first=max(0, whole - 2 * block),
             reduce_block=reduce_block,
         )
-    head, embedding = c * (dims.head + dims.hidden), c * dims.embedding
+    head, embedding = c * dims.head_group, c * dims.embedding
     rest = root - head - embedding
     stays = whole + embedding if whole else 0
     buffer = block if configuration.runs_reference and not whole else head
