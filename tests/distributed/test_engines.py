@@ -19,7 +19,7 @@ from shardwise.trainer.runtime.data.batches import eval_micro_batches
 from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead
+from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method
 
 NUM_ELEMENTS = 106_816  # parameters of the tiny Llama
 NUM_PARAMETERS = 21
@@ -28,23 +28,30 @@ EAGER = (Sharding.FSDP, Sharding.ZERO2)
 TORCH = (Sharding.DDP, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
 DEEPSPEED = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 CASES = (*TORCH, *DEEPSPEED)
+# FSDP2 that sums gradients over the ranks with every micro batch, and adapters in both forms.
+EVERY, EVERY_OP, LORA, LORA_EVERY = "fsdp every", "fsdp_grad_op every", "fsdp lora", "fsdp lora every"
+SUMS = {EVERY: Sharding.FSDP, EVERY_OP: Sharding.FSDP_GRAD_OP, LORA_EVERY: LORA}
 each = pytest.mark.parametrize("sharding", CASES)
 
 
-def plan_of(sharding: Sharding, cache_dir: Path) -> Plan:
+def plan_of(case: str, cache_dir: Path) -> Plan:
+    name, *form = case.split()
+    sharding = Sharding(name)
     settings: dict[str, Any] = (
         {"micro_batch": 2, "loss": LossHead.EAGER}
         if sharding in EAGER
         else {"micro_batch": 3, "loss": LossHead.CHUNKED, "checkpointing": Checkpointing.FULL}
     )
+    settings["method"] = Method.LORA if "lora" in form else Method.FULL
+    settings["reduce_every_micro_batch"] = "every" in form
     return rank_plan(
         cache_dir, sharding, num_ranks=2, num_steps=NUM_STEPS, accumulation=2, eval_every_steps=NUM_STEPS, **settings
     )
 
 
 @pytest.fixture(scope="module")
-def runs(run_dirs, cache_dir) -> Callable[[Sharding], Path]:
-    return run_dirs(lambda sharding, _: plan_of(sharding, cache_dir), CASES, kind=":note")
+def runs(run_dirs, cache_dir) -> Callable[[str], Path]:
+    return run_dirs(lambda case, _: plan_of(case, cache_dir), (*CASES, LORA, *SUMS), kind=":note")
 
 
 @each
@@ -101,3 +108,18 @@ def test_gradients_are_summed_with_the_last_micro_batch_only(sharding, runs, not
     in_first, in_last = second - first, update - second
     assert in_last >= in_first + (2 if sharding.uses_fsdp else 1)
     assert in_first == 0 or sharding.uses_fsdp
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_gradients_that_are_summed_with_every_micro_batch_make_the_same_steps(case, runs, notes_of):
+    """In the first micro batch too gradients are summed: of the embedding, two blocks, and the head with its norm."""
+    lines = [metrics_of(runs(each)) for each in (case, SUMS[case])]
+    for name in ("loss", "grad_norm"):
+        found, expected = ([line[name] for line in every] for every in lines)
+        assert len(found) == NUM_STEPS and found == pytest.approx(expected, rel=1e-6)
+    if case == LORA_EVERY:  # whose embeddings have no gradient, by which the counts are taken
+        return
+    first, second, update, *_ = notes_of(runs(case))["collectives"]
+    other_first, other_second, other_update, *_ = notes_of(runs(SUMS[case]))["collectives"]
+    assert second - first == other_second - other_first + 4
+    assert update - second == other_update - other_second

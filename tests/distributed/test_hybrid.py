@@ -44,10 +44,11 @@ NUM_PARAMETERS = 21
 TRAINED: dict[str, dict[str, Any]] = {
     "1x2": {"accumulation": 1, "micro_batch": 2},
     "2x1-eager-one-machine": {"accumulation": 2, "micro_batch": 1, "loss": LossHead.EAGER, "shard_group": NUM_SHARDS},
+    "2x1-sums-twice": {"accumulation": 2, "micro_batch": 1, "reduce_every_micro_batch": True},
     "inside-the-backward": {"clip": 0.0, "optimizer": Optimizer.ADAMW_FUSED, "optimizer_in_backward": True},
     "8-bit": {"optimizer": Optimizer.ADAMW_8BIT, "num_steps": 1},
 }
-EXACT = ("1x2", "2x1-eager-one-machine")
+EXACT = ("1x2", "2x1-eager-one-machine", "2x1-sums-twice")
 
 
 def hybrid_plan(cache_dir: Path, **settings: Any) -> Plan:

@@ -531,10 +531,18 @@ def test_a_pinned_micro_batch_is_never_halved_but_buffers_may_shrink() -> None:
 
 def test_fallbacks_pass_over_halves_that_need_more() -> None:
     """8B on 8 cards under FSDP: a share of 4 keeps no gradients beside its own; 2 and 1 add up 4 B x 8.03B of them."""
-    plan = plan_of("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.FSDP, "compile": False})
+    pin = {"sharding": Sharding.FSDP, "compile": False, "reduce_every_micro_batch": False}
+    plan = plan_of("8b", "8xH100-SXM5-80GB", pin=pin)
     steps = [(c.micro_batch, c.accumulation, c.checkpointing) for c in (plan.chosen, *plan.fallbacks)]
     assert steps[:3] == [(4, 1, Checkpointing.NONE), (1, 4, Checkpointing.NONE), (1, 4, Checkpointing.FULL)]
     assert steps[-1] == (4, 1, Checkpointing.FULL)
+
+
+def test_fallbacks_reduce_every_micro_batch_before_anything_is_recomputed() -> None:
+    plan = plan_of("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.FSDP, "compile": False})
+    links = (plan.chosen, *plan.fallbacks)
+    steps = [(c.micro_batch, c.accumulation, c.checkpointing, c.reduce_every_micro_batch) for c in links]
+    assert steps[:3] == [(size, 4 // size, Checkpointing.NONE, size < 4) for size in (4, 2, 1)]
 
 
 def test_whole_logits_fall_back_to_slices() -> None:

@@ -102,7 +102,8 @@ def least_needy(
 
 
 # What decides the activations that a strategy retains for a micro batch.
-_RETAINED = attrgetter("checkpointing", "compile", "fused_kernels", "activation_offload", "shard_group")
+_RETAINED = attrgetter("checkpointing", "compile", "fused_kernels", "activation_offload", "shard_group",
+                       "reduce_every_micro_batch")  # fmt: skip
 
 
 def never_fits(context: PlanningContext, configuration: Configuration) -> bool:

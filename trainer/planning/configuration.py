@@ -66,6 +66,7 @@ class Configuration(Value, frozen=True, kw_only=True):
     flash_kernel: str | None = None  # of attention flash, from the hub; None: flash-attn
     buckets: Buckets | None = None
     shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a node
+    reduce_every_micro_batch: bool = False  # of FSDP2, with accumulation
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     router_aux_loss: float | None = None

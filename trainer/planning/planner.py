@@ -384,6 +384,7 @@ _SETTING_AXES = (
     "activation_offload",
     "optimizer_in_backward",
     "shard_group",
+    "reduce_every_micro_batch",
 )
 
 

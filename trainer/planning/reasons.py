@@ -88,7 +88,8 @@ def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
     """The reason for each setting of `candidate`."""
     row = candidate.strategy
     return (
-        f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}{_why_group(context, candidate)}",
+        f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}{_why_group(context, candidate)}"
+        f"{_why_reduced(context, candidate)}",
         f"{row.precision}: {_why_precision(context, row.precision)}",
         f"micro batch {candidate.micro_batch}: {_why_micro_batch(context, candidate)}",
         f"checkpointing {candidate.checkpointing}: {_why_checkpointing(context, candidate)}",
@@ -260,6 +261,17 @@ def _why_group(context: PlanningContext, candidate: Candidate) -> str:
     other = candidate_of(context, replace(configuration_of(context, candidate), shard_group=smaller))
     need = "are no faster" if other.memory.fits else f"would need {format_bytes(other.memory.need_bytes)}"
     return f"{text}: groups of {smaller} {need}"
+
+
+def _why_reduced(context: PlanningContext, candidate: Candidate) -> str:
+    """Why gradients are reduced with every micro batch; empty where they are not."""
+    if not candidate.reduce_every_micro_batch or candidate.accumulation == 1:
+        return ""
+    text = "; gradients are reduced with every micro batch"
+    if context.job.pin.reduce_every_micro_batch is not None:
+        return f"{text}: the job file pins it"
+    waiting = candidate_of(context, replace(configuration_of(context, candidate), reduce_every_micro_batch=False))
+    return f"{text}: whole ones until the last would need {format_bytes(waiting.memory.need_bytes)}"
 
 
 def _why_precision(context: PlanningContext, precision: Precision) -> str:

@@ -164,6 +164,7 @@ def _choice(request: SimulationRequest, model: PreTrainedModel) -> EngineChoice:
         accumulation=request.accumulation,
         device_kind=request.device_kind,
         block_class=type(blocks_of(model)[0]).__name__,
+        reduces_every_micro_batch=request.reduce_every_micro_batch,
         hybrid_mesh=(request.num_ranks // group, group) if request.sharding.facts.shards_within_group else None,
     )
 

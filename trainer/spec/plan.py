@@ -171,6 +171,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     flash_kernel: str | None = None  # of attention flash, OWNER/flash-attn2@COMMIT on the hub; None: flash-attn
     buckets: Buckets | None = None
     shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a machine
+    reduce_every_micro_batch: bool = False  # FSDP2 sums gradients over the ranks with each, not with the last alone
     reasons: tuple[str, ...] = ()
 
     @property

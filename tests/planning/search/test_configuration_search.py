@@ -73,8 +73,16 @@ def every_setting(context: PlanningContext, strategy: Strategy) -> list[Configur
         for compiled in search.compiles(context)
         for offloads in search.activation_offloads(context)
         for group in search.shard_groups(context, strategy)
+        for reduces in search.reductions(context, strategy)
         for start in [
-            replace(first, loss_chunk_tokens=chunk, activation_offload=offloads, compile=compiled, shard_group=group)
+            replace(
+                first,
+                loss_chunk_tokens=chunk,
+                activation_offload=offloads,
+                compile=compiled,
+                shard_group=group,
+                reduce_every_micro_batch=reduces,
+            )
         ]
         for micro_batch in search.micro_batches(context)
         for configuration in [with_micro_batch(context, start, micro_batch)]

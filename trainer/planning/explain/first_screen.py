@@ -313,6 +313,8 @@ def _state(candidate: Candidate) -> Iterator[str]:
     if spread and candidate.num_ranks > 1:
         groups = f"{candidate.shard_group} of " if candidate.shard_group else ""
         yield f"{spread} spread over {groups}the devices"
+    if candidate.reduce_every_micro_batch and candidate.accumulation > 1:
+        yield "gradients reduced with every micro batch"
     if row.offload is not Offload.NONE:
         yield _OFFLOADED[row.offload]
     if row.optimizer.facts.is_paged:

@@ -154,6 +154,7 @@ def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
     )
     gradients = compute if policy.uses_deepspeed else trained
     added = f", added up over ranks in {names[policy.reduce_bytes]}" if chosen.num_ranks > 1 else ""
+    added += " with every micro batch" if chosen.reduce_every_micro_batch else ""
     yield f"gradients {gradients}{added}"
     yield f"{row.optimizer} {_state_text(row.optimizer, trained)}{_PLACES[row.offload]}"
     chunk = f" of {chosen.loss_chunk_tokens} tokens" if chosen.loss_chunk_tokens else ""

@@ -103,6 +103,7 @@ class BlockActivations(Value, frozen=True, kw_only=True):
     optimizer_in_backward=False,
     buckets=None,
     shard_group=None,
+    reduce_every_micro_batch=False,
 )
 def block_activations(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> BlockActivations:
     """Bytes that the blocks of the model keep and need."""

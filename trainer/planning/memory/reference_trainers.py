@@ -202,6 +202,8 @@ REFERENCE_TRAINERS: dict[str, ReferenceTrainer] = {
 
 def reduces_every_micro_batch(configuration: Configuration) -> bool:
     """True if gradients are reduced before the last micro batch, so that no rank holds whole ones."""
+    if configuration.reduce_every_micro_batch:
+        return True
     chosen = configuration.policy.reduces_every_micro_batch
     return reference_of(configuration.reference).reduces_every_micro_batch if chosen is None else chosen
 

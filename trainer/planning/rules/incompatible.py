@@ -358,6 +358,15 @@ SETTINGS: tuple[Incompatibility, ...] = (
         instead="{group_sizes}, or fsdp",
         evidence="torch 2.13, init_device_mesh: the sizes of a mesh multiply to the ranks; neighbours share a copy",
     ),
+    Incompatibility(
+        name="reduction_of_micro_batches_is_of_fsdp",
+        is_broken=lambda c: c.reduce_every_micro_batch and not c.strategy.sharding.uses_fsdp,
+        reason="reduce_every_micro_batch is of FSDP2, not of {sharding}",
+        instead="fsdp, fsdp_grad_op or hsdp",
+        evidence="torch 2.13, set_requires_gradient_sync; DDP and ZeRO-1 accumulate where they reduce, ZeRO-2 and 3 "
+        "reduce every micro batch (deepspeed 0.19.8, engine.py)",
+        reach=Reach.ALL,
+    ),
     # Loss heads.
     Incompatibility(
         name="fused_linear_needs_cuda",

@@ -286,7 +286,7 @@ _AXES_OF = attrgetter(*_AXES)
 _AXES_OF_JOB = tuple(axis for axis in reversed(_AXES) if any(rule.axis == axis for rule in OF_THE_JOB))
 _SETTING_PINS = (
     "checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward", "shard_group",
-    "fused_kernels",
+    "fused_kernels", "reduce_every_micro_batch",
 )  # fmt: skip
 
 
@@ -373,6 +373,7 @@ def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput
         optimizer_in_backward=bool(pin.optimizer_in_backward),
         fp8_recipe=fp8_recipe_of(strategy.precision, pin.fp8_recipe),
         shard_group=pin.shard_group,
+        reduce_every_micro_batch=bool(pin.reduce_every_micro_batch),
         lora=train.lora,
         galore=train.galore,
         router_aux_loss=train.router_aux_loss,

@@ -171,6 +171,21 @@ def shard_groups(context: PlanningContext, strategy: Strategy) -> tuple[int | No
     return group_sizes(context.num_ranks, context.hardware.num_devices_per_node) or (None,)
 
 
+def reductions(context: PlanningContext, strategy: Strategy) -> tuple[bool, ...]:
+    """Gradients are reduced with the last micro batch alone, or under FSDP2 with every one.
+
+    Until the last, a rank holds whole gradients in the type of the sum: 4 bytes of every weight. Adapters have few; and
+    to gradients in host RAM each sum would be added by the CPU, while the device waits.
+    """
+    pinned = context.job.pin.reduce_every_micro_batch
+    if pinned is not None:
+        return (pinned,)
+    has_whole_gradients = strategy.sharding.uses_fsdp and context.num_ranks > 1 and not context.method.freezes_base
+    can_accumulate = micro_batches(context)[0] < context.sequences_per_rank
+    can_choose = has_whole_gradients and can_accumulate and strategy.offload is Offload.NONE
+    return (False, True) if can_choose else (False,)
+
+
 def supports_tf32(context: PlanningContext, precision: Precision) -> bool:
     """True if fp32 products round their inputs to TF32: the job allows it, and the chip may gain."""
     device = context.device
@@ -311,6 +326,7 @@ def first_configuration(
         loss_chunk_tokens=chunk_sizes(context.shape, loss)[0],
         buckets=smallest_buckets(context.shape, strategy),
         shard_group=shard_groups(context, strategy)[0],
+        reduce_every_micro_batch=reductions(context, strategy)[0],
         compile=compiles(context)[0],
         fused_kernels=bool(context.job.pin.fused_kernels),
         activation_offload=activation_offloads(context)[0],
@@ -348,6 +364,7 @@ class Bounded(NamedTuple):
 # What a start sets besides its slice of logits, without the loss head and with it.
 _BUT_LOSS = (
     "checkpointing", "activation_offload", "compile", "optimizer_in_backward", "shard_group", "fused_kernels",
+    "reduce_every_micro_batch",
 )  # fmt: skip
 _WITHOUT_LOSS, _KIND = attrgetter(*_BUT_LOSS), attrgetter(*_BUT_LOSS, "loss")
 
@@ -387,7 +404,7 @@ def _possible_starts(context: PlanningContext, strategy: Strategy) -> list[Confi
     possible: dict[object, bool] = {}
     starts = []
     for start in starts_of(context, strategy):
-        state = start.optimizer_in_backward, start.shard_group
+        state = start.optimizer_in_backward, start.shard_group, start.reduce_every_micro_batch
         if state not in possible:
             possible[state] = not never_fits(context, start)
         if possible[state]:
@@ -530,8 +547,11 @@ def _seconds_of(context: PlanningContext, configuration: Configuration) -> float
 
 
 def sizes_of(context: PlanningContext, start: Configuration) -> tuple[int, ...]:
-    """The micro batches that a start may have."""
-    return micro_batches(context, at_once=start.updates_in_backward)
+    """The micro batches that a start may have; where reduction is a choice, with accumulation alone."""
+    sizes = micro_batches(context, at_once=start.updates_in_backward)
+    if start.reduce_every_micro_batch and context.job.pin.reduce_every_micro_batch is None:
+        return tuple(size for size in sizes if size < context.sequences_per_rank)
+    return sizes
 
 
 def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configuration]:
@@ -546,9 +566,12 @@ def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configur
         activation_offloads(context),
         in_backward,
         _possible_groups(context, first, in_backward),
+        reductions(context, strategy),
     )
     every = {kind: every_n(context, kind) for kind in kinds}
-    for checkpointing, (loss, tokens), is_compiled, offloads, is_inside, group in settings:
+    for checkpointing, (loss, tokens), is_compiled, offloads, is_inside, group, reduces in settings:
+        if is_inside and reduces and len(reductions(context, strategy)) > 1:
+            continue  # an update in the backward comes without accumulation
         yield replace(
             first,
             checkpointing=checkpointing,
@@ -560,6 +583,7 @@ def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configur
             activation_offload=offloads,
             optimizer_in_backward=is_inside,
             shard_group=group,
+            reduce_every_micro_batch=reduces,
         )
 
 

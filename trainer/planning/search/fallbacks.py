@@ -34,6 +34,7 @@ from shardwise.trainer.planning.search.configurations import (
     best_candidate,
     can_fit,
     least_need,
+    reductions,
     shard_groups,
     smallest_buckets,
     strategy_need,
@@ -100,9 +101,12 @@ def _smaller_configurations(context: PlanningContext, configuration: Configurati
     pin = context.job.pin
     is_one = pin.micro_batch is not None or configuration.updates_in_backward
     micro_batch = 1 if is_one else configuration.micro_batch
+    reduced = replace(configuration, reduce_every_micro_batch=reductions(context, configuration.strategy)[-1])
     while micro_batch > 1:  # the first halves may need more: accumulated gradients need memory of their own
         micro_batch //= 2
         yield with_micro_batch(context, configuration, micro_batch)
+        yield with_micro_batch(context, reduced, micro_batch)
+    yield reduced
     if configuration.checkpointing in (Checkpointing.NONE, Checkpointing.SELECTIVE) and pin.checkpointing is None:
         yield replace(configuration, checkpointing=Checkpointing.FULL)
     if configuration.loss is LossHead.EAGER and pin.loss is None and LossHead.CHUNKED in context.shape.loss_heads:

@@ -151,6 +151,7 @@ def _step_overhead(configuration: Configuration) -> float:
     optimizer_in_backward=False,
     buckets=None,
     shard_group=None,
+    reduce_every_micro_batch=False,
     galore=GaloreJob(),
 )
 def computing_seconds(configuration: Configuration, shape: ModelShape, device: Device) -> tuple[float, float]:

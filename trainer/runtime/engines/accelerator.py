@@ -59,6 +59,7 @@ def build_accelerator(plan: Plan, *, ds_config: Mapping[str, Any] | None) -> Acc
         block_class=plan.model_shape.block_class,
         offload=chosen.strategy.offload,
         hybrid_mesh=plan.hybrid_mesh,
+        reduces_every_micro_batch=chosen.reduce_every_micro_batch,
     )
     return engine_of(choice.sharding).accelerator(choice, ds_config)
 
@@ -179,6 +180,8 @@ def _comparisons(
     yield "precision", str(chosen.strategy.precision), verified.precision
     yield "accumulation", chosen.accumulation, verified.accumulation
     yield "accumulation as Accelerate counts it", chosen.accumulation, accelerator.gradient_accumulation_steps
+    planned, found = chosen.reduce_every_micro_batch, engine.reduces_every_micro_batch(accelerator)
+    yield "gradients reduced with every micro batch", planned, found
     yield "attention", attention_name(chosen.attention, chosen.flash_kernel), verified.attention
     yield from attention_kernel_rows()
     yield "fp32 products in TF32", chosen.tf32, torch.backends.cuda.matmul.fp32_precision == "tf32"

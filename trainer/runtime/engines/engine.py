@@ -50,6 +50,7 @@ class EngineChoice(NamedTuple):
     block_class: str  # what FSDP2 wraps
     offload: Offload = Offload.NONE
     hybrid_mesh: tuple[int, int] | None = None  # (copies, ranks that share one) of HSDP
+    reduces_every_micro_batch: bool = False  # of FSDP2
 
 
 class Engine(ABC):
@@ -95,8 +96,14 @@ class Engine(ABC):
 
     def without_sync(self, accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[Any]:
         """Around the micro batches before the last one: their gradients are not reduced yet."""
+        if self.reduces_every_micro_batch(accelerator):
+            return nullcontext()
         context: AbstractContextManager[Any] = accelerator.no_sync(model)
         return context
+
+    def reduces_every_micro_batch(self, accelerator: Accelerator) -> bool:
+        """Accelerate's own setting for it, which its `accumulate` obeys as well."""
+        return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
 
     def deciding_update(self, model: nn.Module, accepts: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
         """Around the last backward of a step: an engine that updates in it calls `accepts` with the gradient norm."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import ParallelismConfig
+from accelerate.utils import GradientAccumulationPlugin, ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -55,7 +55,9 @@ class Fsdp(Engine):
             fsdp_plugin=plugin,
             parallelism_config=None if is_on_cpu else mesh,
             mixed_precision=accelerate_precision(choice.precision),
-            gradient_accumulation_steps=choice.accumulation,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=choice.accumulation, sync_each_batch=choice.reduces_every_micro_batch
+            ),
             kwargs_handlers=[process_group(choice.device_kind, holds_shards_on_host=keeps_shards_on_host)],
         )
         if is_on_cpu:

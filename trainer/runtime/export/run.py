@@ -345,6 +345,7 @@ def plan_on(plan: Plan, device_kind: DeviceKind, *, precision: Precision | None 
         fused_kernels=False,
         activation_offload=False,
         shard_group=None,
+        reduce_every_micro_batch=False,
     )
     return replace(plan, candidates=(single,), device_kind=device_kind)
 

@@ -367,6 +367,13 @@ class Pin(Value, frozen=True, kw_only=True):
             none="auto",
         ),
     ] = None
+    reduce_every_micro_batch: Annotated[
+        bool | None,
+        Setting(
+            "FSDP2 reduces gradients with every micro batch (less memory, more traffic), or with the last alone.",
+            none="auto",
+        ),
+    ] = None
     offload: Annotated[Offload | None, Setting("State that is held in host RAM or on NVMe.", none="auto")] = None
     optimizer: Annotated[Optimizer | None, Setting("The update rule and its implementation.", none="auto")] = None
     precision: Annotated[
