@@ -12,6 +12,7 @@ from shardwise.trainer.planning.candidates import (
     candidate_of,
     configuration_of,
     prediction_error,
+    roomy_need,
     run_hours,
     with_micro_batch,
 )
@@ -320,7 +321,16 @@ def _why_micro_batch(context: PlanningContext, candidate: Candidate) -> str:
     if not other.memory.fits:
         return f"{larger} would need {format_bytes(other.memory.need_bytes)}"
     gain = candidate.speed.step_s / other.speed.step_s - 1
-    return f"{larger} would be {gain:.1%} faster" if gain > 0 else f"{larger} would be no faster"
+    faster = f"{larger} would be {gain:.1%} faster" if gain > 0 else f"{larger} would be no faster"
+    return f"{faster} but fill {_share_filled(other):.0%} of the card" if _fills(context, other) else faster
+
+
+def _fills(context: PlanningContext, candidate: Candidate) -> bool:
+    return candidate.memory.need_bytes > roomy_need(context, configuration_of(context, candidate))
+
+
+def _share_filled(candidate: Candidate) -> float:
+    return candidate.memory.need_bytes / candidate.memory.usable_bytes
 
 
 def _why_checkpointing(context: PlanningContext, candidate: Candidate) -> str:
@@ -336,6 +346,8 @@ def _why_checkpointing(context: PlanningContext, candidate: Candidate) -> str:
     if is_retained:
         share = other.speed.step_s / candidate.speed.step_s - 1
         return f"activations fit; recomputing them would cost {share:.0%} of the speed"
+    if other.memory.fits and _fills(context, other):
+        return f"without it a step would fill {_share_filled(other):.0%} of the card"
     if other.memory.fits:
         gain = candidate.speed.step_s / other.speed.step_s - 1
         slower = "a larger micro batch gains more" if gain > SAME_SPEED else "recomputing them costs no time"

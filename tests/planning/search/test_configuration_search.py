@@ -14,6 +14,7 @@ from shardwise.trainer.planning.candidates import (
     predicted_memory,
     predicted_need,
     predicted_speed,
+    priced,
     upper_seconds,
     with_micro_batch,
 )
@@ -59,6 +60,7 @@ def needs(context: PlanningContext, configuration: Configuration) -> int:
 def key_of(context: PlanningContext, configuration: Configuration) -> tuple[int, int]:
     """The key that a search minimises: the class of the upper end of a time, then the micro batch."""
     seconds = upper_seconds(context, configuration, predicted_speed(context, configuration).step_s)
+    seconds = priced(context, configuration, seconds, predicted_need(context, configuration))
     return search.time_class(seconds), configuration.micro_batch
 
 

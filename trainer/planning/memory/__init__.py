@@ -227,6 +227,11 @@ def step_memory(shape: ModelShape, configuration: Configuration, device: Device)
     )
 
 
+def managed_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> int:
+    """Paged state of one rank: on the device as long as there is room, and no part of the need."""
+    return states_of(configuration, device, dims_for(shape, configuration)).managed
+
+
 def on_device(num_bytes: int, managed_bytes: int, device: Device) -> int:
     """Bytes on the device including paged state: managed memory that does not fit moves to the host."""
     return min(num_bytes + managed_bytes, max(num_bytes, device.usable_bytes))

@@ -4,6 +4,7 @@ Faster ones come before slower ones, by the upper end of their range (`candidate
 the one whose prediction is less certain must be predicted faster by the difference of their errors, and one that
 changes the update, which only a job that allows it has, by 10 % more. Of those within 1 % of the fastest exact ones
 come first, then the simplest (`catalogue.LAYOUTS`, state that is not paged), then the one that needs the least memory.
+One that fills a card to more than 97 % must be predicted 5 % faster (`candidates.priced`).
 Trials outrank predictions: strategies that ran in one come first, those that ran out of memory are rejected.
 
 `method_rows` is the table of methods: memory and time of full, galore, lora and qlora, even of those that may not run.
@@ -21,6 +22,7 @@ from shardwise.trainer.planning.candidates import (
     candidate_of,
     configuration_of,
     excess,
+    priced,
     run_totals,
     start_up_share,
     upper_seconds,
@@ -210,8 +212,10 @@ def in_order(
 
 
 def seconds_of(context: PlanningContext, candidate: Candidate) -> float:
-    """The `upper_seconds` by which candidates are ordered."""
-    return upper_seconds(context, configuration_of(context, candidate), candidate.speed.step_s)
+    """The `upper_seconds` by which candidates are ordered, with the price of a full card."""
+    configuration = configuration_of(context, candidate)
+    seconds = upper_seconds(context, configuration, candidate.speed.step_s)
+    return priced(context, configuration, seconds, candidate.memory.need_bytes)
 
 
 _POSITIONS = {row.name: position for position, row in enumerate(CATALOGUE)}

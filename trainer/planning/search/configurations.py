@@ -24,6 +24,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import (
+    FULL_CARD_PRICE,
     candidate_of,
     exceeds_host,
     least_needy,
@@ -32,6 +33,7 @@ from shardwise.trainer.planning.candidates import (
     never_fits,
     predicted_need,
     relative_seconds,
+    roomy_need,
     upper_seconds,
     with_micro_batch,
 )
@@ -467,10 +469,10 @@ def best_configuration(
     possible: dict[object, list[int]] = {}
     found_of: dict[object, set[int]] = {}
 
-    def key_of(configuration: Configuration, bounded: Bounded) -> tuple[int, int]:
+    def key_of(configuration: Configuration, bounded: Bounded, price: float = 1) -> tuple[int, int]:
         is_bound = configuration.micro_batch == bounded.micro_batch
         seconds = bounded.seconds if is_bound else _seconds_of(context, configuration)
-        return time_class(seconds), configuration.micro_batch
+        return time_class(price * seconds), configuration.micro_batch
 
     for bounded in starts:
         if time_class(bounded.seconds) > least[0]:
@@ -486,11 +488,13 @@ def best_configuration(
                 break
             found = fitting(context, configurations)
             known.update(configuration.micro_batch for configuration in found)
-            for configuration in reversed(found):
-                key = key_of(configuration, bounded)
+            num_roomy = _num_roomy(context, found)
+            for place in reversed(range(len(found))):
+                is_full = place >= num_roomy
+                key = key_of(found[place], bounded, 1 + FULL_CARD_PRICE if is_full else 1)
                 if key < least:
-                    least, best = key, configuration
-                elif cuts and key[0] > least[0]:
+                    least, best = key, found[place]
+                elif cuts and not is_full and key[0] > least[0]:
                     break
     return best
 
@@ -528,6 +532,11 @@ def fitting(context: PlanningContext, configurations: Sequence[Configuration]) -
     while found and found[-1].activation_offload and exceeds_host(context, found[-1]):
         found = found[:-1]
     return found
+
+
+def _num_roomy(context: PlanningContext, found: Sequence[Configuration]) -> int:
+    """How many of those that fit, in ascending order of need, do not fill the card (`candidates.roomy_need`)."""
+    return _num_within(found, roomy_need(context, found[0]), partial(predicted_need, context)) if found else 0
 
 
 def bound_of(context: PlanningContext, start: Configuration) -> tuple[float, int]:
@@ -609,7 +618,10 @@ def with_larger_buckets(context: PlanningContext, configuration: Configuration) 
     sizes = bucket_sizes(context.shape, configuration.strategy)
     if len(sizes) == 1:
         return configuration
-    budget = (predicted_need(context, configuration) + context.device.usable_bytes) // 2
+    need, usable = predicted_need(context, configuration), context.device.usable_bytes
+    budget: float = (need + usable) // 2
+    if need <= (roomy := roomy_need(context, configuration)):
+        budget = min(budget, roomy)
     largest = replace(configuration, buckets=sizes[-1])
     if predicted_need(context, largest) <= budget:  # as a rule
         return largest
@@ -618,7 +630,7 @@ def with_larger_buckets(context: PlanningContext, configuration: Configuration) 
     return larger[num_within - 1]
 
 
-def _num_within(configurations: Sequence[Configuration], budget: int, need_of: Callable[[Configuration], int]) -> int:
+def _num_within(configurations: Sequence[Configuration], budget: float, need_of: Callable[[Configuration], int]) -> int:
     """How many of `configurations`, in ascending order of need, need at most `budget` bytes.
 
     The ends are tried first: usually all fit or none does.
