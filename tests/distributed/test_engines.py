@@ -31,6 +31,7 @@ CASES = (*TORCH, *DEEPSPEED)
 # FSDP2 that sums gradients over the ranks with every micro batch, and adapters in both forms.
 EVERY, EVERY_OP, LORA, LORA_EVERY = "fsdp every", "fsdp_grad_op every", "fsdp lora", "fsdp lora every"
 SUMS = {EVERY: Sharding.FSDP, EVERY_OP: Sharding.FSDP_GRAD_OP, LORA_EVERY: LORA}
+UNCHECKED = {f"{sharding} unchecked": sharding for sharding in (Sharding.DDP, Sharding.FSDP, Sharding.ZERO3)}
 each = pytest.mark.parametrize("sharding", CASES)
 
 
@@ -44,6 +45,7 @@ def plan_of(case: str, cache_dir: Path) -> Plan:
     )
     settings["method"] = Method.LORA if "lora" in form else Method.FULL
     settings["reduce_every_micro_batch"] = "every" in form
+    settings["train"] = {"check_first_steps": "unchecked" not in form}
     return rank_plan(
         cache_dir, sharding, num_ranks=2, num_steps=NUM_STEPS, accumulation=2, eval_every_steps=NUM_STEPS, **settings
     )
@@ -51,7 +53,7 @@ def plan_of(case: str, cache_dir: Path) -> Plan:
 
 @pytest.fixture(scope="module")
 def runs(run_dirs, cache_dir) -> Callable[[str], Path]:
-    return run_dirs(lambda case, _: plan_of(case, cache_dir), (*CASES, LORA, *SUMS), kind=":note")
+    return run_dirs(lambda case, _: plan_of(case, cache_dir), (*CASES, LORA, *SUMS, *UNCHECKED), kind=":note")
 
 
 @each
@@ -123,3 +125,11 @@ def test_gradients_that_are_summed_with_every_micro_batch_make_the_same_steps(ca
     other_first, other_second, other_update, *_ = notes_of(runs(SUMS[case]))["collectives"]
     assert second - first == other_second - other_first + 4
     assert update - second == other_update - other_second
+
+
+@pytest.mark.parametrize("case", UNCHECKED)
+def test_the_checks_of_the_first_steps_change_no_bit_of_what_ranks_learn(case, runs):
+    found, expected = (
+        [(line["loss"], line["grad_norm"]) for line in metrics_of(runs(each))] for each in (case, UNCHECKED[case])
+    )
+    assert found == expected and len(found) == NUM_STEPS

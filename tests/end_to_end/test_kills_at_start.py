@@ -180,8 +180,7 @@ def kill_starts(rows: Path, folder: Path, num_kills: int, seed: int) -> dict[str
         )  # fmt: skip
         run_dir = folder / f"run-{number}"
         for each, wrong in run_and_strike(plan, run_dir, blows_of(chance, phases, num_ranks)):
-            mode = "others wait" if each.blow.others_wait else "others fail" if num_ranks > 1 else "alone"
-            row = counts.setdefault(f"a start, {sharding} x{num_ranks}, {each.phase}, {mode}", Count())
+            row = counts.setdefault(f"SIGKILL of a rank that starts: {each.phase}", Count())
             row.add(Count(tried=1, survived=int(wrong is None), notes=[] if wrong is None else [wrong]))
     raise AssertionError("unreachable")
 
