@@ -26,8 +26,8 @@ from shardwise.trainer.runtime.run.process import run_request_and_exit
 from shardwise.trainer.spec.messages.worker_requests import ExampleRequest, Lines
 
 SHOWN_DOCUMENTS = 2  # of a packed row
-SHOWN_TOKENS = 600
-READ_BEGIN, READ_END = 160, 80  # shown tokens of a long stretch that is only read
+SHOWN_TOKENS = 900
+READ_BEGIN, READ_END = 400, 200  # shown tokens of a long stretch that is only read
 
 
 def first_example(cache_dir: Path, *, width: int, colour: bool) -> str:
