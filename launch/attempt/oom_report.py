@@ -113,8 +113,10 @@ def _smaller(plan: Plan, candidate: Candidate) -> tuple[Candidate, ...]:
 def _happened(end: MemoryEnd) -> Iterator[Sentence]:
     report = end.report
     for state in end.states:
-        phase = f" in {state.phase}" if state.phase else ""
-        yield Sentence(text=f"Rank {state.rank} could not allocate{phase} of step {state.step}.")
+        moment = f"in {state.phase} of step {state.step}" if state.phase else f"in step {state.step}"
+        if " " in state.phase:  # of the start
+            moment = f"while {state.phase}, before step {state.step}"
+        yield Sentence(text=f"Rank {state.rank} could not allocate {moment}.")
     if not end.states:
         yield Sentence(text=f"A rank ended after step {report.step} before it could report what it held.")
     if report.error:
