@@ -146,7 +146,8 @@ def _gpu_device(hardware: Hardware) -> Device:
         measured_pcie_bytes_per_s=rates.host_to_device_bytes_per_s,
         measured_host_adam_bytes_per_s=rates.host_adam_bytes_per_s,
         nvme_bytes_per_s=_fastest_disk(hardware.host.disks),
-        network_bytes_per_s=min(spec.network_bytes_per_s for spec in known) if slowest else None,
+        network_bytes_per_s=hardware.network_bytes_per_s
+        or (min(spec.network_bytes_per_s for spec in known) if slowest else None),
         link_bytes_per_s=fabric.bytes_per_s,
         measured_link_bytes_per_s=rates.all_gather_bytes_per_s,
         link_kind=fabric.kind,

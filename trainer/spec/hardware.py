@@ -164,6 +164,7 @@ class Hardware(Value, frozen=True, kw_only=True):
     unfit_libraries: dict[str, str] = {}  # installed, but at a version that another does not support: the reason
     rates: MeasuredRates = MeasuredRates()
     vram_cap_bytes: int | None = None  # --vram or limits.vram
+    network_bytes_per_s: int | None = None  # of a node, all adapters together, as it is stated; None: assumed
     can_expand_segments: bool = True  # torch's expandable segments: not under WSL, nor where a trial allocation failed
     source: str = "probe"  # probe | catalogue SPEC | file
 

@@ -161,3 +161,11 @@ def test_a_method_beyond_the_host_ram_is_no_alternative() -> None:
     assert plan.chosen.method is not Method.FULL and full.hours is not None and not full.is_within_limits
     assert "train.method=full" not in screen(plan)
     assert full.verdict in screen(plan)
+
+
+def test_a_network_that_is_assumed_is_named_with_the_time_over_a_slower_one() -> None:
+    lines = screen(plan_of("8b", "4x8xH100-SXM5-80GB"))
+    (line,) = [line for line in lines.splitlines() if line.startswith("  network")]
+    assert "3,200 Gbit/s a node (assumed)" in line and re.search(r"over 100 Gbit/s about \d", line)
+    for spec in ("4x8xH100-SXM5-80GB,network=3.2Tb", "8xH100-SXM5-80GB"):
+        assert "network" not in screen(plan_of("8b", spec))

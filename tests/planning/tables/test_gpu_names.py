@@ -209,3 +209,21 @@ def test_a_spec_states_what_is_otherwise_assumed() -> None:
 def test_a_fact_that_is_none_of_a_machine_is_an_error_with_the_form(option: str) -> None:
     with pytest.raises(InputError, match="1xRTX-3090"):
         usual(f"1xRTX-3090,{option}")
+
+
+@pytest.mark.parametrize(
+    ("rate", "bytes_per_s"), [("400Gb", 50e9), ("100 Gbit/s", 12.5e9), ("3.2Tb", 400e9), ("2.5Gbps", 0.3125e9)]
+)
+def test_the_network_between_nodes_is_stated_in_bits_per_second(rate: str, bytes_per_s: float) -> None:
+    stated, assumed = usual(f"2x8xA100-SXM4-80GB,network={rate}"), usual("2x8xA100-SXM4-80GB")
+    assert stated.network_bytes_per_s == device_of(stated).network_bytes_per_s == bytes_per_s
+    assert (assumed.network_bytes_per_s, device_of(assumed).network_bytes_per_s) == (None, 200e9)
+    assert "a network of 1,600 Gbit/s a node" in " ".join(assumed.notes) and "a network of" not in " ".join(
+        stated.notes
+    )
+
+
+@pytest.mark.parametrize("rate", ["12GB", "0Gb", "fast", "", "-1Gb", "1e9Gb", "100"])
+def test_a_network_that_is_no_rate_in_bits_is_refused_with_an_example(rate: str) -> None:
+    with pytest.raises(InputError, match=r"network=400Gb$"):
+        usual(f"2x8xH100-SXM5-80GB,network={rate}")

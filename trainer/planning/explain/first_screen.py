@@ -13,7 +13,14 @@ from itertools import chain, islice
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.candidates import configuration_of, prediction_error, run_hours, run_time, run_totals
+from shardwise.trainer.planning.candidates import (
+    candidate_of,
+    configuration_of,
+    prediction_error,
+    run_hours,
+    run_time,
+    run_totals,
+)
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.coverage import coverage_gap
@@ -21,6 +28,7 @@ from shardwise.trainer.planning.page.content import paragraph, table
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, run_error
+from shardwise.trainer.planning.tables.gpu_names import network_text
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
@@ -163,6 +171,8 @@ def _choice(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
     time = [*_certain_range(context, chosen), f"{steps} of {format_seconds(chosen.speed.step_s)}"]
     time += [text] if (text := without_text(context, chosen)) else []
     yield from _figures("time", time, width)
+    if plan.hardware.num_nodes > 1 and plan.hardware.network_bytes_per_s is None and context.device.network_bytes_per_s:
+        yield from _figures("network", _network(context, chosen), width)
     sizes = [
         f"{place} {memory_text(memory)}",
         f"{peak} {format_bytes(memory.peak_allocated_bytes)} ({peak_text(context, chosen)})",
@@ -239,6 +249,18 @@ def memory_text(memory: MemoryEstimate) -> str:
         return f"{_in_unit_of(usable, needed)[0]} needed of {usable}"
     needed, beyond = _in_unit_of(usable, needed, beyond)
     return f"{needed} needed + {beyond} reserved of {usable}"
+
+
+def _network(context: PlanningContext, chosen: Candidate) -> list[str]:
+    """What is assumed between the nodes, and the time of the run over the usual Ethernet of a cloud, or a tenth."""
+    assumed = context.device.network_bytes_per_s or 0
+    other = _ETHERNET_BYTES_PER_S if assumed > _ETHERNET_BYTES_PER_S else assumed // 10
+    slower = replace(context, device=replace(context.device, network_bytes_per_s=other))
+    hours = run_hours(slower, candidate_of(slower, configuration_of(context, chosen)))
+    return [f"{network_text(assumed)} a node (assumed)", f"over {network_text(other)} about {about(hours * 3600)}"]
+
+
+_ETHERNET_BYTES_PER_S = 100 * 10**9 // 8
 
 
 def _host_sizes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:

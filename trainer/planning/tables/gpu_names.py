@@ -32,8 +32,8 @@ from shardwise.trainer.spec.units import GIB, MIB, format_bytes, parse_bytes
 from shardwise.trainer.spec.value import Value
 
 SPEC_FORM = (
-    "[NODESx]GPUSxNAME[,ram=SIZE][,cores=N][,lanes=N][,display=no], such as 8xH100-SXM5-80GB, 4x8xA100-SXM4-80GB, "
-    "2xRTX-3090,ram=128GiB,lanes=16 or 2xCPU"
+    "[NODESx]GPUSxNAME[,ram=SIZE][,cores=N][,lanes=N][,network=RATE][,display=no], such as 8xH100-SXM5-80GB, "
+    "4x8xA100-SXM4-80GB,network=400Gb, 2xRTX-3090,ram=128GiB,lanes=16 or 2xCPU"
 )
 BASEBOARD_GPUS = (4, 8, 16)
 # A card is called by the size of its chips, of which ECC and the driver take up to 7 %: 45 GiB of a 48 GB A40.
@@ -226,7 +226,14 @@ def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware
         for index in range(num_devices)
     )
     host = Host(cpu_name=None, num_cores=stated.cores, ram_bytes=stated.ram, ram_available_bytes=stated.ram)
-    return Hardware(gpus=gpus, host=host, num_nodes=num_nodes, notes=_assumed(name, found), source=source)
+    return Hardware(
+        gpus=gpus,
+        host=host,
+        num_nodes=num_nodes,
+        notes=_assumed(name, found),
+        network_bytes_per_s=stated.network,
+        source=source,
+    )
 
 
 class _Stated(Value, frozen=True, kw_only=True):
@@ -235,6 +242,7 @@ class _Stated(Value, frozen=True, kw_only=True):
     ram: int | None = None  # bytes of a node
     cores: int | None = None
     lanes: int | None = None  # of PCIe, for each card
+    network: int | None = None  # bytes per second of a node
     display: bool = True  # the first card drives one
 
 
@@ -244,6 +252,8 @@ def _stated(text: str, options: Sequence[str]) -> _Stated:
         name, _, value = (part.strip().lower() for part in option.partition("="))
         if name == "ram":
             found[name] = _parsed_size(text, option)
+        elif name == "network":
+            found[name] = _parsed_rate(text, option)
         elif name in ("cores", "lanes") and value.isdecimal() and int(value):
             found[name] = int(value)
         elif name == "display" and value in ("yes", "no"):
@@ -258,6 +268,23 @@ def _parsed_size(text: str, option: str) -> int:
         return parse_bytes(option.partition("=")[2].strip())
     except ValueError as error:
         raise InputError(f"{text!r}: {option.strip()}: expected {error}") from None
+
+
+_RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*([MGT])b(?:it)?(?:ps|/s)?")
+_BITS = {"M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def _parsed_rate(text: str, option: str) -> int:
+    """Bytes per second of a rate in bits, as networks are sold."""
+    found = _RATE.fullmatch(option.partition("=")[2].strip())
+    if found is None or not float(found[1]):
+        raise InputError(f"{text!r}: {option.strip()}: expected the bits per second of a node, such as network=400Gb")
+    return round(float(found[1]) * _BITS[found[2]] / 8)
+
+
+def network_text(bytes_per_s: float) -> str:
+    """`400 Gbit/s`."""
+    return f"{8 * bytes_per_s / 1e9:,.4g} Gbit/s"
 
 
 RAM_SHARE = 2  # of the device memory of a node: what clouds and builders of servers pair cards with
@@ -295,6 +322,9 @@ def as_usual(hardware: Hardware) -> Hardware:
         gpus = (first, *gpus[1:])
         assumed.append(f"{format_bytes(DISPLAY_BYTES)} of the first card for a desktop")
         examples.append("display=no")
+    if hardware.num_nodes > 1 and hardware.network_bytes_per_s is None:
+        assumed.append(f"a network of {network_text(spec.network_bytes_per_s)} a node")
+        examples.append("network=100Gb")
     note = f"assumed of this machine: {', '.join((*assumed, 'the libraries of a normal installation'))}"
     note += (
         f"; --hardware {hardware.source.removeprefix('catalogue ')},{','.join(examples)} states others"
