@@ -33,7 +33,7 @@ JOB = ROOT / "examples" / "quickstart.yaml"
 SHORT = ("train.steps=80", "train.tokens_per_step=1024", "eval.every=20 steps", "checkpoint.every=40 steps")
 RATES = ("3e-3", "1e-3", "1e-2")
 DESK, PHONE = 900, 390
-MOST_BYTES = 150_000
+MOST_BYTES = 200_000
 
 
 class Shot(NamedTuple):
