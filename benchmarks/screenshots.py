@@ -16,8 +16,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
+
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT / "tests" / "factories", ROOT):
@@ -33,7 +36,7 @@ JOB = ROOT / "examples" / "quickstart.yaml"
 SHORT = ("train.steps=80", "train.tokens_per_step=1024", "eval.every=20 steps", "checkpoint.every=40 steps")
 RATES = ("3e-3", "1e-3", "1e-2")
 DESK, PHONE = 900, 390
-MOST_BYTES = 200_000
+MOST_BYTES = 150_000
 
 
 class Shot(NamedTuple):
@@ -166,7 +169,10 @@ def write_page_shots(browser: Browser, shots: Sequence[PageShot], runs: Sequence
 
 
 def write_picture(name: str, png: bytes) -> None:
-    """Writes docs/images/NAME.png; AssertionError if it is too large for a document."""
+    """Writes docs/images/NAME.png in 256 colours; AssertionError if it is too large for a document."""
+    small = BytesIO()
+    Image.open(BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    png = small.getvalue()
     assert len(png) <= MOST_BYTES, f"{name}.png would have {len(png)} bytes"
     (IMAGES / f"{name}.png").write_bytes(png)
     print(f"docs/images/{name}.png: {len(png) / 1000:.0f} kB")

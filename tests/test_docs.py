@@ -172,7 +172,7 @@ def test_every_picture_is_shown_small_and_what_the_command_takes() -> None:
     assert set(re.findall(r"images/([\w-]+\.png)", text)) == pictures.keys() and len(pictures) >= 5
     for path in pictures.values():
         content = path.read_bytes()
-        assert content.startswith(b"\x89PNG") and len(content) <= 200_000, path.name
+        assert content.startswith(b"\x89PNG") and len(content) <= 150_000, path.name
         assert f'"{path.stem}"' in script
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DS_CONFIGS, FSDP_CONFIGS = sorted(ROOT.glob("ds_configs/*.json")), sorted(ROOT.glob("fsdp_configs/*.yaml"))
 # What a machine may lack for NVMe: memory that may be locked, for buffers that are sized for models of billions.
 REFUSED = re.compile(r"mlock|lock(ed)? memory|memlock|pinned|Cannot allocate memory|allocate", re.IGNORECASE)
-# FSDP2's offload pins memory, and the rule `fsdp_offload_needs_cuda` says so of plans.
+# FSDP2's offload needs an accelerator; the rule `fsdp_offload_needs_cuda` refuses a plan without one.
 NEEDS_GPU = re.compile(r"RuntimeError: Cannot access accelerator device when none is available")
 
 pytestmark = [pytest.mark.long, pytest.mark.products]

@@ -216,9 +216,10 @@ def test_out_of_memory_leads_to_the_fallbacks_at_the_same_global_batch_then_to_e
 
     written = run_dir / "attempts" / "1" / "out-of-memory.txt"
     state = codec.read(memory_state_path(written.parent, 0), MemoryState)
-    # Under the smaller cap the packed documents by which `check_documents_apart` tries the model have no room either.
-    moments = {"preparing the engine": "while preparing the engine, before step 1"} if code else {}
-    moments |= {phase: f"in {phase} of step 1" for phase in ("forward", "backward")}
+    # Under the smaller cap the packed documents by which `check_documents_apart` tries the model have no room already.
+    moments = {phase: f"in {phase} of step 1" for phase in ("forward", "backward")}
+    if code:
+        moments = {"preparing the engine": "while preparing the engine, before step 1"}
     assert state.step == 1 and state.phase in moments
     assert state.tensors["weights"] > 50_000 and state.data_limit_bytes and state.host_bytes
     text = " ".join(written.read_text().split())

@@ -546,7 +546,7 @@ def test_fallbacks_pass_over_halves_that_need_more() -> None:
 @pytest.mark.parametrize("method", list(Method))
 @pytest.mark.parametrize(("model", "spec"), MACHINES)
 def test_a_card_is_filled_for_a_twentieth_of_the_time_alone(model: str, spec: str, method: Method) -> None:
-    """Measured runs that left less than 3 % of a card were 17 to 46 % slower than predicted."""
+    """Published runs that left less than 3 % of a card were 17 to 46 % slower than predicted."""
     try:
         plan = plan_of(model, spec, method=method)
     except NothingFitsError:

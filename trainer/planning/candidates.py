@@ -183,7 +183,9 @@ def start_up_share(context: PlanningContext, configuration: Configuration) -> fl
 # Relative errors of a predicted time, as far as they depend on the configuration: nine in ten published runs are within
 # those that were compared with any (docs/accuracy.md; tests/planning/test_accuracy.py has the rows of each).
 COMPARED_ERROR = 0.10  # FSDP2 and one GPU: 176 rows; torch.compile: 14
-UNCOMPARED_ERROR = 0.15  # DeepSpeed's ZeRO, hybrid sharding: no row; activations in host RAM: 4 rows of one program
+# DeepSpeed's ZeRO, hybrid sharding, FSDP2 that reduces every micro batch: no row; activations in host RAM: 4 rows of
+# one program.
+UNCOMPARED_ERROR = 0.15
 HOST_STATE_ERROR = 0.30  # weights or optimizer in host RAM: 9 rows of one program, none of DeepSpeed's CPU Adam
 PAGING_ERROR = 1.00  # no row; the driver moves paged state as it is touched, a prediction assumes the rate of the link
 
@@ -199,7 +201,8 @@ def prediction_error(configuration: Configuration) -> float:
     if row.offload is not Offload.NONE:
         return HOST_STATE_ERROR
     has_rows = not row.sharding.uses_deepspeed and not row.sharding.facts.shards_within_group
-    is_compared = has_rows and not configuration.activation_offload
+    is_reduced = configuration.reduce_every_micro_batch and configuration.accumulation > 1
+    is_compared = has_rows and not configuration.activation_offload and not is_reduced
     return COMPARED_ERROR if is_compared else UNCOMPARED_ERROR
 
 
@@ -216,7 +219,9 @@ def upper_seconds(context: PlanningContext, configuration: Configuration, step_s
     return seconds * (1 + prediction_error(configuration) + (0 if configuration.is_exact else APPROXIMATE))
 
 
-FULL_CARD = 0.97  # of its usable bytes: measured runs above are 17 to 46 % slower than predicted, the allocator retries
+FULL_CARD = (
+    0.97  # of its usable bytes: published runs above are 17 to 46 % slower than predicted, the allocator retries
+)
 FULL_CARD_PRICE = 0.05  # of the time, that a configuration which fills the card so must gain
 
 

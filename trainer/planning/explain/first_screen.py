@@ -252,7 +252,7 @@ def memory_text(memory: MemoryEstimate) -> str:
 
 
 def _network(context: PlanningContext, chosen: Candidate) -> list[str]:
-    """What is assumed between the nodes, and the time of the run over the usual Ethernet of a cloud, or a tenth."""
+    """The network that is assumed, and the time of the run over 100 Gbit/s, or over a tenth where less is assumed."""
     assumed = context.device.network_bytes_per_s or 0
     other = _ETHERNET_BYTES_PER_S if assumed > _ETHERNET_BYTES_PER_S else assumed // 10
     slower = replace(context, device=replace(context.device, network_bytes_per_s=other))

@@ -149,6 +149,7 @@ def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
         (context.shape.num_experts > 1, "mixtures of experts"),
         (row.sharding.facts.engine is Engine.DEEPSPEED, "ZeRO"),
         (row.sharding.facts.shards_within_group, "hybrid sharding"),
+        (candidate.reduce_every_micro_batch and candidate.accumulation > 1, "reduction of every micro batch"),
         (row.offload is not Offload.NONE, "offload"),
         (row.optimizer.facts.is_paged and not candidate.method.freezes_base, "paged optimizer state"),
         (candidate.activation_offload, "activations in host RAM"),
