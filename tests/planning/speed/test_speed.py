@@ -22,6 +22,7 @@ from shardwise.trainer.planning.speed.step import (
     speed_notes,
 )
 from shardwise.trainer.planning.speed.work import work_of
+from shardwise.trainer.planning.tables.gpu_chips import CHIPS
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -191,6 +192,22 @@ def test_a_window_costs_its_keys() -> None:
         full, some = (estimate_speed(shape, chosen, device).parts["compute_s"] for shape in (MISTRAL_7B, windowed))
         keys_saved = row / 2 - (4096 - 4096**2 / (2 * row))
         assert full - some == pytest.approx(3.5 * 4 * row * keys_saved * 4096 * 32 / rate, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("card", "other", "an_sm_and_clock"),
+    [
+        pytest.param("1xB200", "1xH100-SXM5-80GB", 1.0, id="products of a warp are as fast on Hopper and B200"),
+        pytest.param("1xRTX-PRO-4000", "1xA100-SXM4-80GB", 0.5, id="GB20x has no others"),
+    ],
+)
+def test_flash_attention_is_as_fast_as_an_sm_multiplies_for_one_warp(card: str, other: str, an_sm_and_clock: float):
+    def rate(name: str) -> float:
+        device = gpu(name)
+        found, chip = rates_of(configuration(), device), CHIPS[device.compute_capability or (0, 0)]
+        return found.attention / found.matmul * (chip.tensor_flop or 0)
+
+    assert rate(card) / rate(other) == pytest.approx(an_sm_and_clock)
 
 
 @pytest.mark.parametrize(("method", "per_weight"), [(Method.FULL, 18), (Method.LORA, 6)])

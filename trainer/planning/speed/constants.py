@@ -9,8 +9,8 @@ comment and were not fitted. docs/speed-model.md repeats this table with the eff
 MATMUL_SHARE = 0.781  # of the dense peak, where power does not limit
 WATT_FLOPS = 1.058e12  # 16-bit FLOP/s that a Hopper board sustains per watt
 FP8_GAIN = 1.92  # fp8 against 16-bit products
-ATTENTION_SHARE = 0.618  # of the dense peak: FlashAttention-2, forward and backward, until Ada
-ATTENTION_SHARE_HOPPER = 0.346  # the same kernels on Hopper and Blackwell, which they do not fill
+ATTENTION_SHARE = 0.618  # of the dense peak: FlashAttention-2, forward and backward
+ATTENTION_SHARE_HOPPER = 0.346  # the same kernels on Hopper, whose tensor cores they do not fill
 MEMORY_SHARE = 0.749  # of the datasheet bandwidth, in elementwise kernels
 LINK_SHARE = 0.479  # of the nominal link, by collectives that run during products
 OVERLAP = 0.492  # share of the shorter of two concurrent activities that hides behind the longer

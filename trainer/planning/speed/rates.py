@@ -16,7 +16,7 @@ from shardwise.trainer.planning.configuration import Configuration, once
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import reference_of
 from shardwise.trainer.planning.speed import constants as constants
-from shardwise.trainer.planning.tables.gpu_chips import Generation
+from shardwise.trainer.planning.tables.gpu_chips import CHIPS, HOPPER_TENSOR_FLOP, Generation
 from shardwise.trainer.planning.tables.gpu_names import GDDR_GENERATIONS
 from shardwise.trainer.spec.hardware import DeviceKind, LinkKind
 from shardwise.trainer.spec.strategy import Precision
@@ -230,9 +230,20 @@ def _newest_attention_rate(device: Device, precision: Precision, matmul: float) 
     if device.halves_fp32_sums:
         softmax = 1 / constants.ATTENTION_SHARE - 1 / constants.MATMUL_SHARE
         return matmul / (1 + constants.HALVED_MATMUL_SHARE * softmax / 2)
-    is_filled = (device.compute_capability or (0, 0)) < (9, 0)
-    share = constants.ATTENTION_SHARE if is_filled else constants.ATTENTION_SHARE_HOPPER
-    return min(matmul, share / constants.MATMUL_SHARE * matmul)
+    return min(matmul, _flash_share(device.compute_capability) / constants.MATMUL_SHARE * matmul)
+
+
+def _flash_share(capability: tuple[int, int] | None) -> float:
+    """Share of the dense peak that FlashAttention-2 reaches, whose products are those of one warp (mma.sync).
+
+    An SM of Hopper and of the server chips of Blackwell multiplies faster for groups of warps alone (wgmma, tcgen05);
+    products of a warp are as fast in both. GB20x has no others.
+    """
+    chip = CHIPS.get(capability or (0, 0))
+    if chip is None:
+        return constants.ATTENTION_SHARE if (capability or (0, 0)) < (9, 0) else constants.ATTENTION_SHARE_HOPPER
+    wide = (chip.tensor_flop or 0) / HOPPER_TENSOR_FLOP
+    return constants.ATTENTION_SHARE if wide < 1 else constants.ATTENTION_SHARE_HOPPER / wide
 
 
 def _memory_rate(device: Device) -> float:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from shardwise.trainer.spec.value import Value
 
 MHZ = 10**6
+HOPPER_TENSOR_FLOP = 4096  # of an SM in a clock
 
 
 class Generation(StrEnum):
@@ -95,7 +96,7 @@ GA100 = _chip(Generation.AMPERE, 8, 0, 128, 2048, 460)
 GA10X = _chip(Generation.GA10X, 8, 6, 256, 1024, 320)
 GA10B = _chip(Generation.GA10X, 8, 7, 256, 2048, 320)  # Jetson Orin
 AD10X = _chip(Generation.ADA, 8, 9, 256, 1024, 360)
-GH100 = _chip(Generation.HOPPER, 9, 0, 256, 4096, 751)
+GH100 = _chip(Generation.HOPPER, 9, 0, 256, HOPPER_TENSOR_FLOP, 751)
 GB100 = _chip(Generation.BLACKWELL, 10, 0, 256, 8192, 640)
 GB110 = _chip(Generation.BLACKWELL, 10, 3, 256, 8192, 640)  # B300
 GB10B = _chip(Generation.BLACKWELL, 11, 0, 256, 8192, 640)  # Jetson Thor
