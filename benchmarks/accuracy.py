@@ -328,9 +328,19 @@ def run_accuracy(*, write: bool, list_rows: bool = False, only_ours: bool = Fals
     print(f"\naccuracy, {len(rows)} published measurements, {len(unpredicted)} without a prediction")
     print(text_table([figure(score) for score in scores]))
     print(f"\n{text_table([unfitted_figure(kind) for kind in unfitted()])}")
+    _judge()
     if not only_ours:
         _compare(rows, scores, write=write)
     return not unpredicted and all(score.is_met for score in scores)
+
+
+def _judge() -> None:
+    """Prints the scores of rows that nothing was fitted to."""
+    from judging import read_rows as read_judging
+    from judging import table, verdicts
+
+    rows = read_judging()
+    print(f"\n{text_table(table(rows))}\n{verdicts(rows)}")
 
 
 def _compare(rows: Sequence[Row], scores: Sequence[Score], *, write: bool) -> None:

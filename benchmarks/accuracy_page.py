@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+import judging
 from accuracy import ROOT, Score, figure, unfitted, unfitted_figure
 from written_page import markdown_table, with_tables
 
@@ -18,7 +19,13 @@ def page_tables(
 ) -> dict[str, str]:
     """The generated parts of the page by the name of their markers."""
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return {"unfitted": unfitted_table(), "scores": scores_table(scores), "tools": f"{_table(tools)}\nWith {used}.\n"}
+    return {
+        "unfitted": unfitted_table(),
+        "judging": judging_table(),
+        "judging-odd": odd_table(),
+        "scores": scores_table(scores),
+        "tools": f"{_table(tools)}\nWith {used}.\n",
+    }
 
 
 def scores_table(scores: Sequence[Score]) -> str:
@@ -29,6 +36,20 @@ def scores_table(scores: Sequence[Score]) -> str:
 def unfitted_table() -> str:
     """Errors on trainers and machines that nothing was fitted to."""
     return _table([unfitted_figure(kind) for kind in unfitted()])
+
+
+def judging_table() -> str:
+    """Errors of the rows to judge by, the even ones."""
+    rows = judging.read_rows()
+    return f"{_table(judging.table(rows))}\n{judging.verdicts(rows)}.\n"
+
+
+def odd_table() -> str:
+    """Errors of the odd rows, once they have been scored."""
+    scores = judging.stored_odd()
+    if scores is None:
+        return f"The {len(judging.raw_rows(even=False))} odd rows have not been scored yet.\n"
+    return f"Scored on {scores['date']}:\n\n{_table(scores['table'])}\n{scores['verdicts']}.\n"
 
 
 def write_page(scores: Sequence[Score], tools: Sequence[dict[str, object]], *, versions: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ first_loss  wall seconds and lines from the command to the first loss of the qui
 first_step  processor seconds of a rank from its start to its first step (`first_step.py`)
 estimate    cases per second and memory of `shardwise estimate`, for a few and for many cases
 accuracy    errors of the predictions on published measurements, and those of other tools (`accuracy.py`)
+ledger      docs/ledger.md, every measured run with its prediction (`ledger.py`)
 tokenising  chats per second from a file to prepared rows, compared with `datasets.map` (`tokenising.py`)
 host_adam   seconds of AdamW's update in host RAM, torch's kernels compared with DeepSpeed's (`host_adam.py`)
 checkpoints MB per second of saving and loading, compared with torch's and Accelerate's (`checkpoints.py`)
@@ -35,6 +36,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+import ledger
 from accuracy import run_accuracy, text_table
 from checkpoints import bench_checkpoints
 from first_step import bench_first_step
@@ -43,6 +45,7 @@ from host_adam import bench_host_adam
 from metrics_cost import bench_metrics
 from tokenising import bench_tokenising
 from trainers import bench_trainers
+from written_page import with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 7
@@ -205,12 +208,21 @@ def run_table(name: str, bench: Callable[[], list[dict[str, object]]], *, write:
     return all(row.get("verdict") != "MISSED" for row in rows)
 
 
+def renew_ledger(*, write: bool) -> bool:
+    """Writes docs/ledger.md."""
+    page = ledger.DOCUMENT
+    page.write_text(with_tables(page.read_text(), ledger.tables()))
+    print(f"wrote {page.relative_to(ROOT)}")
+    return True
+
+
 BENCHMARKS: dict[str, Callable[..., bool]] = {
     "startup": partial(run_table, "startup", bench_startup),
     "first_loss": partial(run_table, "first_loss", bench_first_loss),
     "first_step": partial(run_table, "first_step", bench_first_step),
     "estimate": partial(run_table, "estimate", bench_estimate),
     "accuracy": run_accuracy,
+    "ledger": renew_ledger,
     "host_adam": partial(run_table, "host_adam", bench_host_adam),
     "checkpoints": partial(run_table, "checkpoints", bench_checkpoints),
     "tokenising": partial(run_table, "tokenising", bench_tokenising),

@@ -348,6 +348,7 @@ class ReportOptions(Struct, frozen=True):
         _Argument(type=Path, nargs="+", metavar="RUN_DIR", help="several, or a sweep's, are shown side by side"),
     ]
     html: Annotated[Path | None, _file("--html", "the report as one page with charts")] = None
+    share: Annotated[Path | None, _file("--share", "append an anonymous row of figures; nothing is sent")] = None
     as_json: _Json = False
 
 

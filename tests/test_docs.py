@@ -39,7 +39,7 @@ def test_the_readme_is_short():
     assert len(README.split()) <= 900
 
 
-@pytest.mark.parametrize("name", ["commands", "support_matrix", "zoo_page", "gpu_figures"])
+@pytest.mark.parametrize("name", ["commands", "support_matrix", "zoo_page", "gpu_figures", "ledger"])
 def test_the_tables_of_options_and_of_what_goes_together_are_those_of_the_program(name: str):
     """A change of options is one for users: it belongs in CHANGELOG.md. To mend it: benchmarks/NAME.py --write"""
     page = benchmark(name)
@@ -213,3 +213,8 @@ def test_no_folder_of_code_has_more_than_twenty_entries():
             entries.setdefault(str(folder), set()).add(entry.name)
     code = {str(PurePosixPath(name).parent) for name in listed if name.endswith("__init__.py")}
     assert {folder: len(entries[folder]) for folder in code if len(entries[folder]) > 20} == {}
+
+
+def test_the_readme_sums_up_the_ledger():
+    """To mend it: the sentence that benchmarks/ledger.py `statement` returns."""
+    assert benchmark("ledger").statement() in " ".join(README.split())

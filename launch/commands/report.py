@@ -13,10 +13,12 @@ from shardwise.trainer.spec.errors import ExitCode, InputError
 
 
 def run_report(options: ReportOptions, console: Console) -> ExitCode:
-    """Prints the reports, and writes the page of --html; InputError if a folder is no run."""
+    """Prints the reports, and writes the files of --html and --share; InputError if a folder is no run."""
     runs = recorded_runs(options.run_dirs)
     if options.html is not None:
         _write_page(options.html, runs)
+    if options.share is not None:
+        _share(options.share, runs)
     if options.as_json:
         for run in runs:
             console.json(report_json(run))
@@ -44,6 +46,13 @@ def _text(runs: Sequence[RecordedRun]) -> str:
     from shardwise.trainer.planning.page.content import page_text
 
     return page_text(comparison_page(runs), width=terminal_width())
+
+
+def _share(path: Path, runs: Sequence[RecordedRun]) -> None:
+    from shardwise.launch.show.shared_row import append_row
+
+    for run in runs:
+        append_row(path, run)
 
 
 def _write_page(path: Path, runs: Sequence[RecordedRun]) -> None:

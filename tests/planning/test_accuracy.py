@@ -44,7 +44,10 @@ def test_what_is_asked_of_the_predictions_is_measured_and_holds(rows, scores):
 def test_the_page_shows_the_scores_of_these_predictions(scores):
     """Renewed by `python benchmarks/accuracy.py --write`."""
     page = accuracy_page.PAGE.read_text()
-    tables = {"unfitted": accuracy_page.unfitted_table(), "scores": accuracy_page.scores_table(scores)}
+    tables = {
+        "unfitted": accuracy_page.unfitted_table(), "scores": accuracy_page.scores_table(scores),
+        "judging": accuracy_page.judging_table(), "judging-odd": accuracy_page.odd_table(),
+    }  # fmt: skip
     assert written_page.with_tables(page, tables) == page
     assert page.index("<!-- unfitted -->") < page.index("<!-- scores -->")
 

@@ -99,3 +99,22 @@ def test_adamw_of_deepspeed_itself_takes_no_square_roots_of_all_moments_at_once(
         for reference in ("hf-trainer", "deepspeed")
     )
     assert of_trainer - of_deepspeed == pytest.approx(4 * LLAMA_8B.num_parameters / 8, rel=0.01)
+
+
+def test_a_trainer_may_keep_frozen_weights_in_fp32() -> None:
+    chosen = configuration(
+        Sharding.FSDP, method=Method.LORA, precision=Precision.BF16_MIXED, num_ranks=8, checkpointing=FULL
+    )
+    ours, theirs = (
+        estimate_memory(MISTRAL_7B, replace(chosen, reference=reference), gpu()).steady_allocated_bytes
+        for reference in (SHARDWISE, "prime-rl")
+    )
+    assert theirs - ours == pytest.approx(MISTRAL_7B.num_parameters * 2 / 8, rel=1e-3)
+
+
+def test_logits_in_slices_have_no_gradient_of_all_at_once() -> None:
+    chosen = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL, loss=LossHead.CHUNKED, seq_len=16384)
+    found = estimate_memory(LLAMA_8B, replace(chosen, reference="prime-rl"), gpu())
+    assert "head_backward" not in found.events
+    whole = estimate_memory(LLAMA_8B, replace(chosen, loss=LossHead.EAGER, reference="prime-rl"), gpu())
+    assert whole.events["loss_backward"] - found.events["loss_backward"] > 15 * 16384 * LLAMA_8B.vocab_size

@@ -407,7 +407,7 @@ def head_memory(configuration: Configuration, policy: PrecisionPolicy, dims: Dim
     gradient = cast_gradient + (policy.weight_bytes * dims.embedding if policy.is_autocast and cast_gradient else 0)
     foreign = policy.reference.logits.get(configuration.loss)
     if foreign is not None:
-        is_whole = configuration.loss is not LossHead.FUSED_LINEAR
+        is_whole = foreign.is_whole and configuration.loss is not LossHead.FUSED_LINEAR
         return HeadMemory(
             retained=retained,
             forward_logits=round(foreign.forward * logits),

@@ -456,7 +456,7 @@ def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> P
         master_bytes=master,
         trained_bytes=trained,
         reduce_bytes=choices.reduce_bytes or reference.reduce_bytes or trained,
-        weight_bytes=compute if uses_deepspeed or is_frozen else master,
+        weight_bytes=(reference.frozen_bytes or compute) if is_frozen else compute if uses_deepspeed else master,
         compute_bytes=compute,
         residual_bytes=choices.residual_bytes
         or (4 if is_autocast and (not is_frozen or has_fp32_products) else compute),

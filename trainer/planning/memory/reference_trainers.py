@@ -32,6 +32,7 @@ class LogitBytes(Value, frozen=True, kw_only=True):
     forward: float  # when the forward ends
     backward: float  # in the backward of cross-entropy
     num_head_gradients: int = 0
+    is_whole: bool = True  # the gradient of all logits exists at once; never of `fused_linear`
 
 
 class ReferenceTrainer(Value, frozen=True, kw_only=True):
@@ -46,6 +47,7 @@ class ReferenceTrainer(Value, frozen=True, kw_only=True):
     has_fused_kernels: bool = False  # a fused loss comes with fused RMSNorm and rotary kernels
     repeats_kv: bool = False  # keys and values are copied to every query head under `sdpa`
     # Adapters:
+    frozen_bytes: int | None = None  # of a frozen weight between steps; None: in the computing type
     adapter_bytes: int | None = None  # None: as the optimizer sees any trained weight
     adapter_inputs: AdapterInputs | None = None  # None: autocast if that runs, else shared
     adapter_inputs_pure_fsdp: AdapterInputs | None = None  # if no mixed precision of FSDP casts them
@@ -181,6 +183,40 @@ _LLM_FOUNDRY = ReferenceTrainer(
     flash_generation=1,
     eager_logit_bytes=14,
 )
+# Slices of 2,048 of 151,936 entries: a 16-bit product, its fp32 copy, exponentials, weighted sums; again in backward.
+_PRIME_SLICE = 2048 / 151936
+_PRIME_RL = ReferenceTrainer(
+    name="prime-rl",
+    source="prime-rl d8f290e trainer/model.py (fp32 model, also under adapters; fully_shard of each block, tables "
+    "with the root if tied; logits.float()), trainer/sft/train.py (torch's cross-entropy, every micro batch reduced in "
+    "fp32), models/layers/lm_head.py (the head of trainer/rl/train.py), trainer/optim.py (foreach AdamW)",
+    logits={
+        # fp32 logits, held until the step ends, and log-softmax; two fp32 gradients of that
+        LossHead.EAGER: LogitBytes(forward=8, backward=16),
+        LossHead.CHUNKED: LogitBytes(
+            forward=14 * _PRIME_SLICE, backward=16 * _PRIME_SLICE, num_head_gradients=1, is_whole=False
+        ),
+    },
+    frozen_bytes=4,
+    adapter_bytes=4,
+    adapter_inputs=AdapterInputs.SHARED,
+    reduce_bytes=4,
+    reduces_every_micro_batch=True,
+)
+_PRIME_RL_SLICES = replace(
+    _PRIME_RL,
+    name="prime-rl-2026-06",
+    source="prime-rl 46bcf62 models/layers/lm_head.py: slices of 8,192 tokens and 8,192 entries",
+    logits={LossHead.EAGER: _PRIME_RL.logits[LossHead.EAGER]},
+)
+_PEFT = ReferenceTrainer(
+    name="peft",
+    source="peft b8bf407 method_comparison/MetaMathQA/run.py: a plain loop around a 16-bit model of transformers, fp32 "
+    "adapters without autocast",
+    logits={LossHead.EAGER: LogitBytes(forward=10, backward=10)},
+    adapter_bytes=4,
+    adapter_inputs=AdapterInputs.FP32,
+)
 
 REFERENCE_TRAINERS: dict[str, ReferenceTrainer] = {
     reference.name: reference
@@ -196,6 +232,9 @@ REFERENCE_TRAINERS: dict[str, ReferenceTrainer] = {
         _LITGPT,
         _FSDP_QLORA,
         _LLM_FOUNDRY,
+        _PRIME_RL,
+        _PRIME_RL_SLICES,
+        _PEFT,
     )
 }
 
