@@ -93,7 +93,6 @@ def test_uninstall_removes_the_environment_and_the_cache_and_keeps_runs_and_stat
 
 
 def installed(project: Path) -> Path:
-    """An environment that is up to date, whose Python says what it is asked to run."""
     write_program(project / ".venv" / "bin" / "python", 'echo "$@"')
     for name, other in (("installed", "pyproject.toml"), ("installed-dev", "requirements-dev.lock")):
         checksum = f"cat requirements.lock {other} | cksum | tr ' ' '-'"
@@ -103,10 +102,7 @@ def installed(project: Path) -> Path:
 
 
 def on_machine(project: Path, name: str, *, torch: str = "2.13.0", **environment: str) -> tuple[int, str, bool]:
-    """What `install` answers on a machine with GPUs, what it said, and whether anything was downloaded.
-
-    pip is replaced: it would take `torch`, and installs nothing. Every other Python is the one that runs this.
-    """
+    """What `install` answers on a machine with GPUs, what it said, and whether anything was downloaded."""
     downloaded = project / "downloaded"
     script = f"""case "$*" in
     *"pip install"*--dry-run*) echo '"version": "{torch}",' ;;
@@ -152,9 +148,7 @@ def test_ligers_kernels_are_installed_with_a_torch_that_brings_triton(project: P
         ("old_driver", ("580.65.06",), True),
     ],
 )
-def test_a_card_without_code_is_refused_before_the_download_and_an_old_driver_after_it(
-    project: Path, name: str, facts: tuple[str, ...], downloads: bool
-):
+def test_a_card_without_code_is_refused_before_the_download_and_an_old_driver_after_it(project, name, facts, downloads):
     code, said, is_downloaded = on_machine(project, name)
     assert (code, is_downloaded) == (4, downloads)
     assert [fact for fact in facts if fact not in said] == []

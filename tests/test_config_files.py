@@ -214,9 +214,7 @@ def deepspeed_answers() -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", DEEPSPEED_ROWS)
 @pytest.mark.parametrize("precision", Precision)
-def test_deepspeed_understands_a_filled_file_as_the_plan_means_it(
-    row: Row, precision: Precision, deepspeed_answers: dict[str, Any]
-):
+def test_deepspeed_understands_a_filled_file_as_the_plan_means_it(row, precision, deepspeed_answers):
     sharding, offload = row
     place, on_disk = ("nvme", "/nvme") if offload.uses_nvme else ("cpu", "None")
     answer = dict(deepspeed_answers[f"{ENGINE_CONFIGS[row]} {precision}"])

@@ -20,14 +20,11 @@ BASE = "python:3.12-slim-bookworm"
 
 
 class Image(NamedTuple):
-    """What a definition copies, and the commands that it then runs."""
-
     base: str
     copied: frozenset[str]
     commands: tuple[str, ...]
 
     def lay_out(self, folder: Path, *, follows_links: bool = False) -> Path:
-        """Copies what the image gets."""
         folder.mkdir(parents=True)
         ignored = shutil.ignore_patterns("__pycache__")
         for source in (REPOSITORY / name for name in self.copied):

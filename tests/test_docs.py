@@ -116,7 +116,6 @@ def test_every_line_of_a_job_in_the_techniques_is_a_job(line):
 
 @cache
 def benchmark(name: str) -> ModuleType:
-    """A file under benchmarks/, which is no package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(REPOSITORY / "benchmarks")
         return importlib.import_module(name)

@@ -31,7 +31,6 @@ def test_that_computes():
 
 
 def recorded() -> dict[str, float]:
-    """Seconds by the name of the test function."""
     return {f"{file}::{name}": each for file, tests in read_durations().items() for name, each in tests.items()}
 
 

@@ -47,7 +47,6 @@ def test_of_a_defect(): raise AssertionError
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a pytest of its own."""
     folder = tmp_path_factory.mktemp("tests")
     (folder / "test_some.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\n")

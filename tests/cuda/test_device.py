@@ -1,7 +1,4 @@
-"""The stand-in itself, and the trial of `trainer.runtime.tools.torch_check` on its cards.
-
-A tensor knows where it is, mixing raises, and memory is counted and limited.
-"""
+"""The stand-in itself, and the trial of `trainer.runtime.tools.torch_check` on its cards."""
 
 import os
 import subprocess

@@ -1,8 +1,4 @@
-"""`shardwise train` on cards that are not there, from the probe to the report: every sharding and every method.
-
-What a card does differently is not seen here (kernels, precision, speed, streams). What is: every line of the CUDA path
-in Python, on tensors that know where they are, so that a tensor which was not moved ends the run.
-"""
+"""`shardwise train` on cards that are not there, from the probe to the report: every sharding and every method."""
 
 import json
 import re
@@ -86,8 +82,6 @@ def job_of(case: Case) -> dict[str, Any]:
 
 
 class Launch(NamedTuple):
-    """A finished run and its workplace."""
-
     place: Workplace
     run_dir: Path
 
@@ -97,7 +91,6 @@ class Launch(NamedTuple):
 
 
 def check(run: Launch, case: Case, *, num_steps: int = 2) -> None:
-    """It came to its end on the cards, with what was pinned."""
     report = run.report
     assert report.ending is Ending.FINISHED and report.step == num_steps
     assert report.verified is not None and report.verified.world_size == len(case.machine.cards)
@@ -111,10 +104,7 @@ def check(run: Launch, case: Case, *, num_steps: int = 2) -> None:
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory) -> Callable[..., Launch]:
-    """Runs the small job in one workplace, whose data are prepared once, on a machine; `--resume` continues run `name`.
-
-    Sections of the job are replaced or merged. DeepSpeed's operator is there.
-    """
+    """Runs the small job in one workplace, with DeepSpeed's operator, on a machine; `--resume` continues run `name`."""
     place = make_workplace(tmp_path_factory.mktemp("cuda") / "work place")  # with a space in every path
     (place.folder / "wide").mkdir()
     (place.folder / "wide" / "config.json").write_text(json.dumps(WIDE_CONFIG))

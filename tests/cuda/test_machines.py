@@ -1,7 +1,4 @@
-"""Machines that people have, from `make train` in a fresh checkout: each trains, or ends with one remedy that works.
-
-One trains to the report; the others go as far as the decision that the machine is about, which `--dry-run` shows.
-"""
+"""Machines that people have, from `make train` in a fresh checkout: each trains, or ends with one remedy that works."""
 
 import json
 import os
@@ -75,15 +72,12 @@ def make_checkout(folder: Path) -> Path:
 
 
 class Made(NamedTuple):
-    """What `make train` came to."""
-
     checkout: Path
     code: int
     told: str
 
     @property
     def has_downloaded(self) -> bool:
-        """True if the packages were requested from pip."""
         return "-r requirements.lock" in (self.checkout / "tools" / "asked").read_text()
 
     def read(self, name: str) -> Path:

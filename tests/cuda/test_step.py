@@ -1,8 +1,4 @@
-"""A rank's own steps on the device, where every tensor knows its place: they end, and learn what they learn on a CPU.
-
-Whatever stayed behind on the CPU raises at the first operator that meets it. Seeded faults of tests/mutations, each a
-move that is missing, show that it does. In fp32 the numbers are a CPU's, as the kernels are.
-"""
+"""A rank's own steps on the device, where every tensor knows its place, learn what they learn on a CPU."""
 
 import os
 import subprocess
@@ -66,10 +62,7 @@ def plan_of(name: str, kind: DeviceKind, caches: Mapping[str, Path]) -> Plan:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory, request) -> dict[tuple[str, DeviceKind], list[float]]:
-    """The losses of every case that runs, on the device and on the CPU; one process for each device runs all.
-
-    The factories import torch and transformers, which takes seconds: not while tests are collected.
-    """
+    """The losses of every case that runs, on the device and on the CPU; one process for each device runs all."""
     from attempt_runs import losses_of
     from pair_factory import write_pairs
     from rank_factory import write_attempt, write_packed_rows, write_rows

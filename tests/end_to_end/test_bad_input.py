@@ -1,7 +1,4 @@
-"""Faults of the input: one to three lines, the documented exit code, and no file lost or left behind.
-
-Where several commands read the same input, each of them refuses it.
-"""
+"""Faults of the input: one to three lines, the documented exit code, and no file lost or left behind."""
 
 import json
 import os

@@ -54,7 +54,6 @@ def test_a_fault_of_the_process_that_watches_leaves_the_ranks_running(tmp_path: 
     """The supervisor, whose part it plays, would end them with itself."""
     with subprocess.Popen(["sleep", "60"]) as rank:
         record = record_of(rank.pid)
-        assert record is not None
         write_record(tmp_path / "pids" / "rank-0.json", record)
         ranks = RanksByHand(tmp_path, None, num_ranks=1)
 

@@ -61,7 +61,6 @@ def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def _link_out(path: Path) -> None:
-    """The same content, behind a link that leads out of the run directory."""
     run_dir = next(parent for parent in path.parents if (parent / "attempts").is_dir())
     target = run_dir.parent / OUTSIDE
     path.rename(target)
@@ -116,7 +115,6 @@ def run_command(*words: str) -> tuple[int, str]:
 
 
 def files_of(run_dir: Path) -> list[str]:
-    """Every file that a command may read, relative to the run directory."""
     return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file())
 
 
@@ -133,10 +131,7 @@ def add_older_checkpoint(run_dir: Path, *, newest: int, step: int) -> None:
 def damage_and_try(
     template: Path, work: Path, file: str, kind: str, commands: tuple[tuple[str, ...], ...], counts: Count
 ) -> None:
-    """Damages a copy of the run directory and runs each command on it; `{run}` and `{out}` in a word are paths.
-
-    Lost is a checkpoint that was whole before.
-    """
+    """Damages a copy of the run directory and runs each command on it; `{run}` and `{out}` in a word are paths."""
     run_dir = work / template.name
     for command in commands:
         shutil.rmtree(work, ignore_errors=True)

@@ -28,7 +28,6 @@ TOKEN = "hf_secretsecretsecret"  # of the server in this file
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
-    """A LoRA run on a folder of weights, with a tokenizer."""
     root = tmp_path_factory.mktemp("private folder")
     write_trained_tokenizer(train_tokenizer(iter(["a lazy dog"]), vocab_size=256 + 1), root / "tokenizer")
     base = write_base(root / "base", {**run_of(None, Method.LORA).model_config, "vocab_size": 260})
@@ -58,7 +57,6 @@ def test_merged_weights_and_the_tokenizer_load_in_plain_transformers(run_dir, tm
         found = plain(input_ids=ids).logits
     model = build_model(plan_on(read_plan(run_dir), DeviceKind.CPU))
     checkpoint = find_checkpoint(run_dir / "checkpoints", on_skip=pytest.fail)
-    assert checkpoint is not None
     import_weights(model, checkpoint)
     assert relative_difference(logits_of(model, ids), found) < SAME
     assert torch.isfinite(found).all()

@@ -74,9 +74,7 @@ def test_after_fetch_a_job_of_the_hub_trains_without_a_network(online: Workplace
     assert f"org/rows@{COMMIT}" in (online.only_run() / "plan.json").read_text()
 
 
-def test_a_data_set_of_the_hub_is_trained_on_file_by_file_and_fetched_whole_on_request(
-    online: Workplace, hub: Hub
-) -> None:
+def test_a_data_set_of_the_hub_is_trained_on_file_by_file_and_fetched_whole_on_request(online, hub):
     every = {"every": "20 steps"}
     online.write_job(
         data={"train": "org/rows", "streaming": True, "eval": "10%"}, train={"steps": 40}, eval=every, checkpoint=every

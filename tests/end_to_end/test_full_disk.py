@@ -50,9 +50,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(plan: Plan, sma
     assert outcome.report.checkpoint == f"checkpoints/step-{NUM_STEPS:08d}"
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_a_resume_saves_its_end(
-    plan: Plan, small_disk: Path
-) -> None:
+def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_a_resume_saves_its_end(plan, small_disk):
     run_dir = small_disk / "run"
     full = with_faults(plan, small_disk, [Fault("full disk", 0, 5)], free_at=NUM_STEPS + 1)
     outcome, printed = run_plan(full, run_dir)

@@ -1,7 +1,4 @@
-"""kill -9 at any moment of a run, from its first line to its last: it goes on, and loses nothing that was saved.
-
-The kills within a save are in tests/runtime/checkpoint/test_crashes.py.
-"""
+"""kill -9 at any moment of a run, from its first line to its last: it goes on, and loses nothing that was saved."""
 
 import os
 import random

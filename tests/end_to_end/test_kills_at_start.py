@@ -1,8 +1,7 @@
 """Ranks that a signal ends while they start: each end is named with its rank and signal, and the run is started again.
 
-A rank is struck from its first moment as a process to its first step, under each engine, with new interpreters, whose
-imports take long. In a third of the cases the other ranks are stopped a moment before, and react to nothing but
-SIGKILL: a rank that waits in a collective on its GPU ends no sooner, where under gloo it fails with the one it lost.
+In a third of the cases the other ranks are stopped a moment before, and react to nothing but SIGKILL, as ranks do that
+wait in a collective on their GPU.
 """
 
 import os
@@ -90,7 +89,6 @@ def ranks_of(attempt: Path, num_ranks: int) -> dict[int, ProcessRecord]:
 
 
 def phase_of(attempt: Path, rank: int) -> str:
-    """The phase of a rank by its last heartbeat."""
     beat = read_heartbeat(attempt, rank)
     if beat is None:
         return INTERPRETER
@@ -116,8 +114,6 @@ def strike(attempt: Path, blow: Blow, num_ranks: int, is_over: Callable[[], bool
 
 
 class Struck(NamedTuple):
-    """A blow that reached its rank, and the phase that this was in."""
-
     attempt: int
     phase: str
     blow: Blow

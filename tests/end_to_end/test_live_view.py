@@ -17,7 +17,6 @@ from shardwise.trainer.spec.report import Ending, Report
 
 
 def read_all(master: int) -> str:
-    """Text written until the other end was closed."""
     content = b""
     while True:
         try:

@@ -1,7 +1,4 @@
-"""Several machines without a scheduler: the same command on each, one run; each with its own network and name.
-
-The machines are those of the tests' cluster, whose Slurm is not asked.
-"""
+"""Several machines without a scheduler: the same command on each, one run; each with its own network and name."""
 
 import re
 import signal
@@ -25,8 +22,6 @@ LONG = [pytest.param(time, marks=[pytest.mark.long, pytest.mark.slurm]) for time
 
 
 class Machines:
-    """Two machines that see one workplace, and the command on each."""
-
     def __init__(self, cluster: SlurmCluster, place: Workplace) -> None:
         self.cluster, self.place, self.run_dir = cluster, place, place.folder / "run"
         self.running: dict[int, subprocess.Popen[str]] = {}
@@ -52,7 +47,6 @@ class Machines:
         self.cluster.wait_until(has_come, f"step {step}", LIMIT_S)
 
     def wait(self, code: int) -> Report:
-        """The report, once both have ended with this code."""
         assert [self.running.pop(rank).wait(LIMIT_S) for rank in (0, 1)] == [code, code], self.told()
         return codec.read(self.run_dir / "report.json", Report)
 

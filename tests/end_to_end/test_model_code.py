@@ -1,7 +1,4 @@
-"""Models that no closed form knows, of transformers or with code of their own: described, trained and exported.
-
-Code that comes with a model is refused without the word of the job.
-"""
+"""Models that no closed form knows, of transformers or with code of their own: described, trained and exported."""
 
 import json
 from pathlib import Path
@@ -28,16 +25,13 @@ def write_job(workplace: Workplace, **model: str) -> None:
 
 
 def planned_code(run_dir: Path) -> Plan:
-    """The plan of a run that keeps the code of its model."""
     plan = codec.read(run_dir / "plan.json", Plan)
     assert plan.model_code is not None and Path(plan.model_code.folder).is_relative_to(run_dir)
     assert {path.name for path in Path(plan.model_code.folder).iterdir()} == RUNS
     return plan
 
 
-def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it_and_its_export_has_the_code(
-    workplace: Workplace,
-) -> None:
+def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it_and_its_export_has_the_code(workplace):
     write_custom_model(workplace.folder / "tiny", has_weights=False)
     workplace.environment[MARKER] = str(workplace.folder / "marker")
     write_job(workplace, config="tiny", tokenizer="train")

@@ -27,7 +27,6 @@ LISTENS = "0A"  # of the fourth column of /proc/net/tcp
 
 
 def listening_addresses(pids: set[int]) -> set[str]:
-    """The addresses at which these processes listen for TCP, by the kernel's tables."""
     inodes: set[str] = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):

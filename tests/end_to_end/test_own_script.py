@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,6 @@ def place(tmp_path: Path) -> Workplace:
 def launch(
     place: Workplace, config: Path, script: str, *words: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` of a script, as documents print it."""
     return subprocess.run(
         ["accelerate", "launch", "--config_file", str(config), script, *words],
         cwd=place.folder, env=place.environment | variables, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -96,7 +94,6 @@ def launch(
 
 
 def ends_of(answer: "subprocess.CompletedProcess[str]") -> list[list[str]]:
-    """The words of the last line of each rank, in the order of the ranks."""
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return sorted(line.split()[1:] for line in answer.stdout.splitlines() if line.startswith("END "))
 
@@ -139,9 +136,7 @@ def by_hand(path: Path, folder: Path, *, num_ranks: int) -> Path:
 
 
 @pytest.mark.parametrize("path", [*DS_CONFIGS, *FSDP_CONFIGS], ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_an_engine_file_trains_a_plain_script_or_the_reason_is_said(
-    place: Workplace, path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_an_engine_file_trains_a_plain_script_or_the_reason_is_said(place, path, record_property):
     name, is_fsdp = f"{path.parent.name}/{path.name}", path.parent.name == "fsdp_configs"
     if "nvme" in path.name and lacks_libaio():
         pytest.skip(NO_LIBAIO)

@@ -1,7 +1,4 @@
-"""A run directory, a job file and a checkpoint that version 0.7.0 wrote: resumed, reported and exported.
-
-tests/captured/run_of_0_7 holds a run that TERM stopped at step 28 of 40, and the losses of one that nothing stopped.
-"""
+"""A run directory, a job file and a checkpoint that version 0.7.0 wrote: resumed, reported and exported."""
 
 import shutil
 from pathlib import Path

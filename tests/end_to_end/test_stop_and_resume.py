@@ -47,7 +47,6 @@ def long_job(workplace: Workplace) -> Workplace:
 
 @pytest.fixture(scope="module")
 def straight_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the same run, not interrupted."""
     place = make_workplace(tmp_path_factory.mktemp("straight") / "work place")
     place.write_job(**LONG)
     place.run("train", "job.yaml")
@@ -147,7 +146,6 @@ def test_processes_that_are_stopped_and_continued_are_named_and_cost_nothing(
     run_dir = long_job.only_run()
     records = read_records(run_dir / "attempts" / "1" / "pids")
     supervisor = record_of(process.pid)
-    assert supervisor is not None
     assert records["rank-0"].send(signal.SIGSTOP) and records["launcher"].send(signal.SIGSTOP)
     time.sleep(8)
     assert supervisor.send(signal.SIGSTOP)
@@ -187,10 +185,7 @@ def test_a_second_interrupt_ends_everything_at_once(long_job):
 def test_out_of_memory_leads_to_the_fallbacks_at_the_same_global_batch_then_to_exit_code_5(
     workplace, cap_bytes, micro_batches, code
 ):
-    """Real ones: a data limit on the process refuses what the plan thought was there. A report is for a person.
-
-    The plan is made for all the RAM there is, then run under a cap; of its fallbacks those of these micro batches.
-    """
+    """Real ones: a data limit on the process refuses what the plan thought was there. A report is for a person."""
     workplace.write_job(train={"steps": 2, "seq_len": 128, "tokens_per_step": 65536}, pin={"loss": "eager"})
     plan = json.loads(workplace.run("plan", "job.yaml", "--json").stdout)
     assert plan["candidates"][0]["micro_batch"] == 256

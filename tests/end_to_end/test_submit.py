@@ -17,13 +17,11 @@ HELD = "slurm.extra=[--hold]"
 
 @pytest.fixture
 def login(workplace: Workplace, slurm: SlurmCluster) -> Workplace:
-    """A workplace on the cluster's login node."""
     names = ("PATH", "SLURM_CONF")
     return workplace._replace(environment=workplace.environment | {name: slurm.environment[name] for name in names})
 
 
 def beside(place: Workplace, path: str, **programs: str) -> Workplace:
-    """The workplace with these programs of a shell before `path`."""
     folder = place.folder / "bin"
     folder.mkdir()
     for name, text in programs.items():

@@ -38,7 +38,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 @pytest.fixture(scope="module")
 def undisturbed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run in which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
     outcome, _ = run_plan(with_faults(plan, folder, []), folder / "run")
     assert outcome.exit_code is ExitCode.DONE and outcome.report is not None

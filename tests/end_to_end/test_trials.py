@@ -73,7 +73,6 @@ def test_a_candidate_that_cannot_run_is_told_in_one_line_and_the_others_go_on(wo
     assert trials[0].report is None and trials[0].result is None
     assert trials[1].result is not None and trials[1].result.step_s
     done = trials[1].report
-    assert done is not None
     assert (done.checkpoint, done.export, done.evaluations, done.sample) == (None, None, (), None)
     assert "trial 1 of 2" in told[1] and broken.strategy.name in told[1] and "failed" in told[1]
     (logs,) = scratch(workplace)

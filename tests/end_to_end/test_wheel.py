@@ -24,8 +24,6 @@ FOLDERS = ("trainer", "launch", "slurm", "ds_configs", "fsdp_configs", "examples
 
 
 class Built(NamedTuple):
-    """The files that are published."""
-
     source: Path
     wheel: Path
 
@@ -38,7 +36,6 @@ def _build(folder: Path, *options: str) -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The source distribution, and the wheel that is built from it."""
     folder = tmp_path_factory.mktemp("dist")
     _build(folder)
     (source,), (wheel,) = folder.glob("shardwise-*.tar.gz"), folder.glob("shardwise-*.whl")
@@ -90,9 +87,7 @@ def _contents(wheel: Path) -> dict[str, bytes]:
     return {name: archive.read(name) for name in archive.namelist() if "__pycache__" not in name}
 
 
-def test_an_installed_shardwise_trains_beside_files_and_packages_of_the_names_of_its_folders(
-    installed: Path, tmp_path: Path
-):
+def test_an_installed_shardwise_trains_beside_files_and_packages_of_the_names_of_its_folders(installed, tmp_path):
     place = make_workplace(tmp_path / "elsewhere")
     shutil.copy(REPOSITORY / "examples" / "quickstart.yaml", place.folder / "quickstart.yaml")
     (place.folder / "launch").mkdir()

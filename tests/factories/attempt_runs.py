@@ -24,7 +24,6 @@ def reset_accelerate() -> None:
 
 
 def session_of(run_dir: Path, plan: Plan) -> Session:
-    """The session of an attempt, before its first step."""
     reset_accelerate()
     paths = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC))
     return build_session(plan, paths, ReportWriter(paths, rank=0), RunState())
@@ -34,7 +33,6 @@ def run_attempt(
     run_dir: Path, plan: Plan, *, number: int = 1, wants_stop: Callable[[RunState], bool] = lambda state: False,
     state: RunState | None = None,
 ) -> tuple[Ending, RunState]:  # fmt: skip
-    """Runs one attempt until it ends, or until `wants_stop` is true of its state."""
     reset_accelerate()
     paths = run_paths(write_attempt(run_dir, plan, number=number), started_at=datetime.now(UTC))
     state = state or RunState()
@@ -53,5 +51,4 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def engaged_of(run_dir: Path, rank: int = 0) -> Verified:
-    """What one rank of the first attempt verified."""
     return codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Verified)

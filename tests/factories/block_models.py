@@ -21,8 +21,6 @@ IDS = torch.arange(BATCH * SEQ_LEN).reshape(BATCH, SEQ_LEN)
 
 
 class Backward(NamedTuple):
-    """A loss with its gradients, and the bytes that were kept for them, parameters aside."""
-
     loss: Tensor
     gradients: list[Tensor]
     retained_bytes: int
@@ -64,7 +62,6 @@ def kept_storages(model: PreTrainedModel) -> Iterator[dict[int, int]]:
 
 
 def backward(model: PreTrainedModel, ids: Tensor = IDS) -> Backward:
-    """One forward and backward pass, with the same random numbers each time."""
     torch.manual_seed(1)
     model.zero_grad()
     with kept_storages(model) as retained:

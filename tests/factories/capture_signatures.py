@@ -1,11 +1,8 @@
 """Writes, as text, the signatures of the library names that the product uses, and facts of torch's CUDA wheel.
 
-For the lowest version that pyproject.toml allows and for the locked one:
-
     .venv/bin/python tests/factories/capture_signatures.py [--wheels DIR] [LIBRARY ...]
 
-Archives are fetched by pip into DIR (kept there for the next call) and read without being installed. Run it after a
-bound of pyproject.toml or requirements.lock has moved; `test_signatures.py` fails until it has run.
+Archives of the lowest and the locked version are fetched by pip into DIR and read without being installed.
 """
 
 import argparse
@@ -34,8 +31,6 @@ Found = tuple[str, ast.AST]  # of a module's file, and the definition in it
 
 
 class Library:
-    """A library's names and their signatures, by its Python files in a folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[tuple[str, str], list[Found]] = {}  # empty while a name is looked for: imports go in circles
@@ -61,7 +56,6 @@ class Library:
         return None
 
     def _find(self, parts: list[str]) -> list[Found]:
-        """Definitions of a dotted name: its longest prefix that is a module, then attributes."""
         for length in range(len(parts), 0, -1):
             file = self._module(parts[:length])
             if file is not None:
@@ -167,7 +161,6 @@ class Library:
         return []
 
     def _fields(self, found: Found) -> Iterator[str]:
-        """Of a dataclass, with those of its bases."""
         _, node = found
         assert isinstance(node, ast.ClassDef)
         for base in self._bases(found):
@@ -179,7 +172,6 @@ class Library:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """Of a module, and of what `if`, `try` and `with` hold at its top level."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop(0)
@@ -219,7 +211,6 @@ def _text(args: ast.arguments, *, is_bound: bool) -> str:
 
 
 def versions(library: str) -> tuple[str, ...]:
-    """The lowest version that pyproject.toml allows, and the locked one if there is a lock for it."""
     package = PACKAGES[library]
     low = lowest_versions()[package]
     low = low if low.count(".") > 1 or library in ("galore_torch",) else f"{low}.0"
@@ -237,7 +228,6 @@ def _archive(library: str, version: str, folder: Path) -> Path:
 
 
 def _unpacked(archive: Path, folder: Path) -> Path:
-    """The folder with the package of a wheel or source archive; of a wheel the Python files alone."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith((".py", ".pyi"))])
@@ -247,7 +237,6 @@ def _unpacked(archive: Path, folder: Path) -> Path:
 
 
 def capture(library: str, version: str, folder: Path) -> None:
-    """Writes the captured text of one version."""
     lines = [f"# {PACKAGES[library]} {version}; written by tests/factories/capture_signatures.py"]
     with tempfile.TemporaryDirectory() as place:
         lines += signature_lines(library, _unpacked(_archive(library, version, folder), Path(place)))
@@ -255,7 +244,6 @@ def capture(library: str, version: str, folder: Path) -> None:
 
 
 def signature_lines(library: str, folder: Path) -> list[str]:
-    """A line for each signature of a library in `folder`; a name that it does not have has no line."""
     names = {each.name for each in references() if each.name.split(".")[0] == library}
     lines, read = list[str](), Library(folder)
     for name in sorted(names):

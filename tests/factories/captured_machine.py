@@ -13,8 +13,6 @@ _KERNEL_FILES = {
 
 
 class Machine:
-    """A machine below `root`, with the environment that finds its programs."""
-
     def __init__(self, folder: Path) -> None:
         self.root = folder / "root"
         self.programs = folder / "bin"
@@ -47,13 +45,11 @@ class Machine:
 
 
 def captured(name: str, file: str) -> str:
-    """A captured text; empty where the machine has none."""
     path = CAPTURED / name / file
     return path.read_text() if path.exists() else ""
 
 
 def lay_out(folder: Path, name: str) -> Machine:
-    """The captured machine `name` below `folder`."""
     machine = Machine(folder)
     for file, path in _KERNEL_FILES.items():
         if (CAPTURED / name / file).exists():

@@ -65,8 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Selected:
-    """The test files of a run: they are collected, and no others."""
-
     def __init__(self, config: pytest.Config) -> None:
         self._line = ""
         if hasattr(config, "workerinput"):
@@ -245,7 +243,6 @@ class Project:
                 self._readers[re.split(r"/[^/]*\*", word)[0].strip("./")].add(path)
 
     def _add(self, path: str, names: Iterable[str]) -> None:
-        """Makes `path` a user of the modules that dotted names begin with, if the project has them."""
         for name in names:
             first, _, rest = name.partition(".")
             is_full = first == "shardwise"

@@ -14,8 +14,6 @@ CHATS = (SINGLE, MULTI, WITH_SYSTEM)
 
 
 class Family(NamedTuple):
-    """A tokenizer of a kind with its tokens, and the template that the job names."""
-
     template: str
     eos: str
     bos: str | None = None
@@ -39,8 +37,6 @@ FAMILIES = {
 
 
 class Format(NamedTuple):
-    """How a format writes a turn, and what stands around the turns."""
-
     turn: str  # of a question and an answer
     begin: str = ""
     system: str | None = None  # between the beginning and the first turn

@@ -26,13 +26,11 @@ _STEP = 1e-4  # of the table
 
 
 def answer_of(row: GoldenRow) -> GoldenResult:
-    """The result of a row that was run."""
     assert row.result is not None
     return row.result
 
 
 def configuration_of(request: SimulationRequest) -> Configuration:
-    """The configuration of a dry run."""
     chosen: Configuration = configuration(
         request.sharding, precision=request.precision, optimizer=request.optimizer, num_ranks=request.num_ranks,
         ranks_per_node=request.ranks_per_node, method=request.method, micro_batch=request.micro_batch,
@@ -46,13 +44,11 @@ def configuration_of(request: SimulationRequest) -> Configuration:
 
 
 def predicted(row: GoldenRow) -> tuple[MemoryEstimate, int]:
-    """The estimate, and the bytes of it that a dry run has not."""
     found = estimate_memory(read_model_shape(row.request.model_config), configuration_of(row.request), gpu("8xH200"))
     return found, found.parts.get("workspace", 0)
 
 
 def peak_error(row: GoldenRow) -> float:
-    """The share by which the closed form's peak is above that of the dry run."""
     found, workspace = predicted(row)
     return (found.peak_allocated_bytes - workspace) / answer_of(row).peak_allocated_bytes - 1
 

@@ -1,9 +1,4 @@
-"""What a CPU can run of the product of all axes, and a small set of points in which every pair of values meets.
-
-Which points there are is the planner's to say: every rule of `trainer.planning.rules.rule` is asked, with the point
-pinned and everything allowed, so a combination that is refused cannot be tested by mistake, and one that is not refused
-is.
-"""
+"""What a CPU can run of the product of all axes, and a small set of points in which every pair of values meets."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -28,8 +23,6 @@ BACKWARD_RUNS = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD, Optimize
 
 
 class Point(NamedTuple):
-    """One value on every axis."""
-
     sharding: Sharding
     offload: Offload
     optimizer: Optimizer
@@ -58,7 +51,6 @@ class Point(NamedTuple):
 
     @property
     def values(self) -> tuple[tuple[str, object], ...]:
-        """(axis, value) of every axis; where state lives is one."""
         axes = self._asdict()
         layout = (axes.pop("sharding"), axes.pop("offload"))
         return (("layout", layout), *axes.items())
@@ -93,7 +85,6 @@ def is_row_allowed(strategy: Strategy, method: Method) -> bool:
 
 
 def points() -> Iterator[Point]:
-    """The full product, without what makes no sense on it."""
     flags = product(Checkpointing, LOSSES, (1, 2), (False, True), (False, True))
     settings = list(flags)
     for strategy, method in rows():
@@ -144,11 +135,7 @@ def chosen(
     begun: Sequence[Point] = (),
     tries: int = 60,
 ) -> list[Point]:
-    """`begun`, and few of `candidates` that together meet every need that any of them meets; the same ones each time.
-
-    Greedy: of some that meet a need not met yet, the one that meets the most such needs. Where two meet as many, one
-    whose optimizer was trained by its method already, as both are then held against the same run.
-    """
+    """`begun`, and few of `candidates` that together meet every need that any of them meets, by a greedy choice."""
     random = Random(0)
     by_need: dict[object, list[Point]] = {}
     for point in candidates:

@@ -1,11 +1,4 @@
-"""Machines with NVIDIA cards that are not there: a fake nvidia-smi, and a torch with a device `cuda` in every process.
-
-    machine = Machine(cards=(RTX_4060,))
-    environment = machine_environment(machine, folder)  # for `shardwise train` and whatever it starts
-
-tests/factories/fake_cuda has what such a process loads. Where torch was built with CUDA the stand-in has no place: its
-tests are skipped there, and `pytest -m gpu` runs on the card.
-"""
+"""Machines with NVIDIA cards that are not there: a fake nvidia-smi, and a torch with a device `cuda`."""
 
 import fcntl
 import hashlib
@@ -44,7 +37,6 @@ needs_no_cuda = pytest.mark.skipif(
 
 
 def machine_environment(machine: Machine, folder: Path) -> dict[str, str]:
-    """What to add to the environment of a process, for the machine to be there for it and what it starts."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     machine.write(folder / "machine.pickle")

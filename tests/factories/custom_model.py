@@ -1,8 +1,4 @@
-"""A small model whose code is its own: a folder with config.json, weights, and Python that transformers does not have.
-
-It is like Llama: grouped heads, rotary positions, RMSNorm, gated MLP; blocks are plain modules, as in most code on the
-hub. Every file leaves a line in $MARKER when it runs, so that a test sees which did.
-"""
+"""A small model like Llama whose code is its own: a folder with config.json, weights, and Python for transformers."""
 
 import json
 import sys
@@ -201,7 +197,6 @@ class TinyForCausalLM(TinyPreTrainedModel):
 
 
 def custom_files(*, keeps_documents_apart: bool = True, recomputes_buffers: bool = True) -> dict[str, str]:
-    """The model's Python, by file name."""
     modeling = _MODELING.replace(
         "APART = True", f"APART = {keeps_documents_apart}\nRECOMPUTES_BUFFERS = {recomputes_buffers}"
     )
@@ -211,7 +206,6 @@ def custom_files(*, keeps_documents_apart: bool = True, recomputes_buffers: bool
 
 
 def write_custom_model(folder: Path, *, has_weights: bool = True, config: Mapping[str, Any] = {}, **code: bool) -> Path:
-    """The folder of such a model; its weights are the same each time."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     for name, text in custom_files(**code).items():
@@ -244,7 +238,6 @@ def _weights() -> dict[str, numpy.ndarray]:
 
 
 def code_of(folder: Path, repository: str = "tiny") -> ModelCode:
-    """What a plan holds of the code in such a folder."""
     names = ("configuration_tiny.py", "modeling_tiny.py", "tiny_layers.py")
     return ModelCode(
         repository=repository, revision=None, folder=str(folder),

@@ -27,8 +27,6 @@ CUDA_13 = TorchFacts(version="2.13.0+cu130", cuda="13.0", devices=(DeviceTrial()
 
 
 class BrokenMachine:
-    """A machine that lacks nothing until a test breaks it."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.laid_out = LaidOut(folder)
@@ -49,7 +47,6 @@ class BrokenMachine:
         self.laid_out.write(path, text)
 
     def install(self, name: str, script: str) -> Path:
-        """A program on PATH."""
         program = self.laid_out.programs / name
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
@@ -58,7 +55,6 @@ class BrokenMachine:
     def install_gpu(
         self, row: str = H100, *, driver: str = "580.95.05", free: int = 81000, mode: str = "Default", apps: str = ""
     ) -> None:
-        """A card that nvidia-smi shows."""
         line = row.format(driver=driver, free=free, mode=mode)
         self.laid_out.install_nvidia_smi(
             f"""case "$*" in
@@ -90,7 +86,6 @@ esac"""
         return place_of(self.environment, output=self.working, **settings)
 
     def read(self, *, checks_torch: bool = False, timeout_s: float = 60.0, smi_timeout_s: float = 20.0) -> Machine:
-        """The machine that the checks get."""
         place = replace(self.place(), is_quick=not checks_torch)
         machine = read_machine(place, timeout_s=timeout_s, smi_timeout_s=smi_timeout_s)
         return replace(machine, place=replace(place, is_quick=False))
@@ -106,7 +101,6 @@ esac"""
 
 
 def reported(diagnosis: Diagnosis, level: Level) -> list[tuple[str, str | None]]:
-    """Sentences and remedies of a level."""
     return [(finding.sentence, finding.fix) for finding in diagnosis.findings if finding.level is level]
 
 

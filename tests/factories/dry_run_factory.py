@@ -46,7 +46,6 @@ class GoldenRow(Value, frozen=True, kw_only=True):
 
 
 def run_dry(folder: Path, requests: Mapping[str, SimulationRequest]) -> dict[str, GoldenResult]:
-    """The results of named requests, run one after the other in one process."""
     path = folder / "rows.jsonl"
     rows = [GoldenRow(name=name, request=request) for name, request in requests.items()]
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -56,13 +55,11 @@ def run_dry(folder: Path, requests: Mapping[str, SimulationRequest]) -> dict[str
 
 
 def read_golden(path: Path) -> list[GoldenRow]:
-    """The rows of a file."""
     lines = enumerate(path.read_bytes().splitlines(), start=1)
     return [codec.decode(line, GoldenRow, origin=f"{path}:{number}") for number, line in lines if line.strip()]
 
 
 def regenerate(path: Path, *, runs_all: bool) -> None:
-    """Runs the rows of a file that have no result, or all of them, and writes the file after each one."""
     simulate = load_dry_run()
     rows = read_golden(path)
     for number, row in enumerate(rows):

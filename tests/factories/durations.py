@@ -1,13 +1,8 @@
 """A pytest plugin: what each test costs, in which order files run, what `make test-quick` selects, and the budgets.
 
-tests/durations.json has the seconds of every test function, all its cases together, by file. Seconds are those of the
-CPU, in the test and in all programs that it starts, and those in which the test waits while a core is idle: what other
-programs do at the same time is in neither. `pytest --durations-file=tests/durations.json` over a whole run that passes
-writes it, and any other run renews the functions that it ran.
-
-A file that is not in it runs first, and a function that is not in it is not quick. Files run the longest first, so that
-two workers end together. `--budget NAME` adds up what the run cost: in continuous integration a run above its
-budget fails, as does a file without durations.
+tests/durations.json has the seconds of every test function by file: of the CPU, in the test and in all programs that it
+starts, and those in which the test waits while a core is idle; `pytest --durations-file=FILE` writes them.
+`--budget NAME` adds up what the run cost: in continuous integration a run above its budget fails.
 """
 
 import json
@@ -69,12 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def file_of(nodeid: str) -> str:
-    """The file of a test, as node ids name it."""
     return nodeid.partition("::")[0]
 
 
 def function_of(nodeid: str) -> str:
-    """The test function of a case, as node ids name it."""
     return nodeid.partition("[")[0]
 
 
@@ -83,7 +76,6 @@ def read_durations(path: Path = DURATIONS) -> Durations:
 
 
 def file_seconds(known: Durations, file: str) -> float:
-    """Seconds of all tests of a file; infinite if it has not been measured."""
     return sum(known[file].values()) if file in known else float("inf")
 
 
@@ -98,10 +90,7 @@ def quick_functions(known: Durations) -> set[str]:
 
 
 def over_budget(budget_s: float, measured: Durations, known: Durations) -> list[str]:
-    """Lines that name the ten dearest tests, if a run took longer than its budget; otherwise none.
-
-    On a slower machine than that of the durations, every file takes longer: the median of the ratios is divided out.
-    """
+    """Lines that name the ten dearest tests, if a run took longer than its budget; otherwise none."""
     recorded = {
         file: sum(known.get(file, {}).get(name, 0.0) for name in functions) for file, functions in measured.items()
     }
@@ -151,8 +140,6 @@ class Used(NamedTuple):
 
 
 class _Clock:
-    """Notes in each report what its phase of the test cost, wherever the test runs."""
-
     def __init__(self) -> None:
         descriptor, name = tempfile.mkstemp(prefix="shardwise-cpu-seconds-")
         self._forks = os.fdopen(descriptor)
@@ -194,8 +181,6 @@ def _idle_seconds() -> float:
 
 
 class _Recorder:
-    """Adds up what the phases of all tests cost, writes the file, and compares with the budget."""
-
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

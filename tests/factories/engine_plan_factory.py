@@ -20,7 +20,6 @@ TINY_LLAMA: dict[str, Any] = {
 
 
 def gpus(count: int) -> tuple[Gpu, ...]:
-    """`count` cards of 80 GiB with the UUIDs GPU-0, GPU-1, ..."""
     return tuple(
         Gpu(index=index, name="NVIDIA H100", spec_name=None, memory_bytes=80 * 2**30, uuid=f"GPU-{index}")
         for index in range(count)
@@ -32,10 +31,7 @@ def engine_plan(
     precision: Precision = Precision.FP32, num_ranks: int = 1, kind: DeviceKind = DeviceKind.CPU,
     hardware: Hardware | None = None, job: Job | None = None, **candidate: object,
 ) -> Plan:  # fmt: skip
-    """A plan whose only candidate runs on `num_ranks` devices of `kind`, under hybrid sharding those of two nodes.
-
-    With a `shard_group` they are on one node.
-    """
+    """A plan whose only candidate runs on `num_ranks` devices of `kind`, under hybrid sharding those of two nodes."""
     num_nodes = 2 if sharding is Sharding.HSDP and "shard_group" not in candidate else 1
     on_each = num_ranks // num_nodes
     cards = gpus(on_each) if kind is DeviceKind.CUDA else ()

@@ -98,7 +98,6 @@ OFFLOADS = {
 
 @st.composite
 def configurations_of(draw: st.DrawFn) -> Configuration:
-    """At random, for tests of what holds for all of them."""
     sharding = draw(st.sampled_from(list(Sharding)))
     num_ranks = 1 if sharding is Sharding.NONE else draw(st.sampled_from([2, 8, 64]))
 

@@ -37,7 +37,6 @@ IDLE = f"no gradient in 5 steps for the adapters of {_IDLE}: they do not learn" 
 
 
 def write_base(folder: Path, config: Mapping[str, Any] = TINY_LLAMA, dtype: torch.dtype = torch.float32) -> Path:
-    """A folder of weights, as a job may name it."""
     torch.manual_seed(11)
     fields = {"max_position_embeddings": SEQ_LEN, **config}
     made = AutoConfig.for_model(**({**config} if config["model_type"] == "gpt2" else fields))
@@ -58,7 +57,6 @@ def run_of(
     base: Path | None, method: Method, *, precision: Precision = Precision.FP32, lora: LoraJob = LORA,
     config: Mapping[str, Any] = TINY_LLAMA, tokenizer: Path | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan that trains from `base`, or from nothing."""
     plan = rank_plan(Path("rows"), method=method, precision=precision, train={"lora": lora})
     job = replace(plan.job, model=ModelJob(name=None if base is None else str(base)))
     written = json.loads((base / "config.json").read_text()) if base is not None else plan.model_config
@@ -94,5 +92,4 @@ def save_run(run_dir: Path, plan: Plan, *, losses: Mapping[int, float] = {}, ste
 
 
 def export(run_dir: Path, out: Path, **settings: Any) -> Done:
-    """Exports a run; `settings` are those of the request."""
     return export_run(ExportRequest(run_dir=str(run_dir), out=str(out), **settings))

@@ -1,8 +1,4 @@
-"""A torch that `runtime.tools.torch_check` asks instead of the installed one, with cards that fail as a test wants.
-
-It starts at once, where the stand-in of `fake_cuda` loads the installed torch. Every other process that finds it on its
-path gets the installed torch: a whole run can start with it on PYTHONPATH.
-"""
+"""A torch that `runtime.tools.torch_check` asks instead of the installed one, with cards that fail as a test wants."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,8 +87,6 @@ else:
 
 
 class FakeTorch:
-    """The module in `folder`, which goes on PYTHONPATH."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._runs = folder / "torch_check.runs"
@@ -116,5 +110,4 @@ class FakeTorch:
         (self.folder / "torch.py").write_text(_SOURCE.format(facts=facts))
 
     def runs(self) -> list[str]:
-        """Of each time that it was asked: CUDA_VISIBLE_DEVICES and the allocator's setting."""
         return self._runs.read_text().splitlines() if self._runs.exists() else []

@@ -1,8 +1,4 @@
-"""Runs whose ranks fail on purpose: a user's extensions file breaks one rank, once for each fault that is listed.
-
-Nothing of ours is replaced: launcher, ranks, collectives and signals are real. A fault is armed in the attempt that
-starts after the one before it has struck.
-"""
+"""Runs whose ranks fail on purpose: a user's extensions file breaks one rank, once for each fault that is listed."""
 
 import io
 import os
@@ -139,8 +135,6 @@ STRIKES = {{
 
 
 class Fault(NamedTuple):
-    """A fault of a rank, at one call of `loss` in the attempt that it strikes."""
-
     kind: str
     rank: int
     call: int
@@ -175,7 +169,6 @@ def run_plan(
     resume: bool = False,
     limits: WatchLimits = LIMITS,
 ) -> tuple[RunOutcome, str]:
-    """The outcome of a supervised run of the plan, and the supervisor's output."""
     lines = io.StringIO()
     run_dir.mkdir(parents=True, exist_ok=True)
     outcome = run_attempts(

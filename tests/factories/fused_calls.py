@@ -1,7 +1,4 @@
-"""Prints what attention does on devices that are not there, as JSON by case: its kernels, what the host waits for.
-
-In a process of its own: the device has to be made in it (`trainer.simulation.fake_device`).
-"""
+"""Prints what attention does on devices that are not there, as JSON by case: its kernels, what the host waits for."""
 
 import json
 import sys
@@ -35,8 +32,6 @@ CASES = {
 
 
 class Layer(torch.nn.Module):
-    """Stands where an attention module does."""
-
     num_key_value_groups = HEADS // KV_HEADS
     is_causal = True
 
@@ -75,7 +70,6 @@ def question(model_type: str, capability: tuple[int, int]) -> str | None:
 
 
 def main() -> None:
-    """Every case un-packed, packed, and packed within a window; a forward of each kind of model."""
     has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     enable_fake_cuda()
     choose_attention_kernels()

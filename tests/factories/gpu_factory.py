@@ -1,8 +1,4 @@
-"""Attempts of one GPU: a small Llama over full rows, planned for the card that is there, started as a run starts them.
-
-Every technique is a `GpuCase`: what its row and settings are, what it needs, and what a report must say that it did.
-Everything up to the launch works without a GPU (`tests/gpu/test_gpu_plans.py` runs it for cards of the catalogue).
-"""
+"""Attempts of one GPU: a small Llama over full rows, planned for the card that is there, started as a run is."""
 
 import fcntl
 import importlib.util
@@ -211,12 +207,10 @@ SAVINGS = (
 
 
 def case_named(name: str) -> GpuCase:
-    """A case of the table."""
     return next(case for case in GPU_CASES if case.name == name)
 
 
 def missing_for(case: GpuCase) -> str | None:
-    """The hardware or library that this machine lacks for a case, in words; None where it lacks none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -241,7 +235,6 @@ def write_full_rows(cache_dir: Path, *, are_packed: bool = False) -> Path:
 
 
 def gpu_plan(case: GpuCase, cache_dir: Path, hardware: Hardware, *, config: dict[str, Any] = LLAMA) -> Plan:
-    """The plan of a case on the one device of `hardware`, with the memory that the planner predicts of it."""
     settings = {
         "sharding": Sharding.NONE, "offload": Offload.NONE, "precision": Precision.BF16_MIXED,
         "optimizer": Optimizer.ADAMW_FUSED, "loss": LossHead.CHUNKED, "loss_chunk_tokens": 1024,
@@ -285,14 +278,11 @@ def gpu_plan(case: GpuCase, cache_dir: Path, hardware: Hardware, *, config: dict
 
 
 def setting_of_case(plan: Plan) -> Configuration:
-    """What the predictions take for a plan of this file."""
     buckets = smallest_buckets(plan.model_shape, plan.chosen.strategy)
     return msgspec.structs.replace(configuration_of(context_of(plan), plan.chosen), buckets=buckets)
 
 
 class GpuRun(NamedTuple):
-    """What an attempt left behind."""
-
     plan: Plan
     report: Report
     losses: list[float]
@@ -318,7 +308,6 @@ def run_on_gpu(plan: Plan, run_dir: Path) -> GpuRun:
 
 
 def finished_run(run_dir: Path) -> GpuRun:
-    """What a run left behind, from its files."""
     report = codec.read(next((run_dir / "attempts").glob("*/report.json")), Report)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     skipped = [index for index, row in enumerate(rows) if row.get("skipped")]
@@ -327,7 +316,6 @@ def finished_run(run_dir: Path) -> GpuRun:
 
 @contextmanager
 def held(lock: Path) -> Iterator[None]:
-    """Keeps other processes out of what `lock` stands for."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,4 @@
-"""Machines that people have: their cards and drivers, laid out with a fake nvidia-smi and kernel files.
-
-The same values make a device `cuda` for whole runs (`cuda_stand_in.machine_environment`).
-"""
+"""Machines that people have: their cards and drivers, laid out with a fake nvidia-smi and kernel files."""
 
 import shlex
 import sys
@@ -28,7 +25,6 @@ CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")  # as PyPI's 
 
 
 def machine_with(*cards: Card, **changes: object) -> Machine:
-    """A machine with the torch of PyPI."""
     return replace(Machine(cards=cards, architectures=CUDA_13), **changes)
 
 
@@ -57,7 +53,6 @@ _AMD_GPUS = {"amd": ("0000:03:00.0", "0000:83:00.0")}
 
 
 def lay_out_gpus(folder: Path, machine: Machine | str) -> LaidOut:
-    """The machine, or the one of that name, below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     laid_out = LaidOut(folder)
     laid_out.write("proc/meminfo", "MemTotal: 65536000 kB\nMemAvailable: 60000000 kB\n")

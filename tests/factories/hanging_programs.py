@@ -13,10 +13,7 @@ Answer = TypeVar("Answer")
 
 
 def under_a_limit(run: Callable[[float], Answer], has_begun: Callable[[Answer], bool]) -> tuple[Answer, float]:
-    """The answer of `run(limit_s)` and the limit: the shortest one within which the program had begun.
-
-    A busy machine may need longer than the first limit to start a program at all.
-    """
+    """The answer of `run(limit_s)` and the limit: the shortest one within which the program had begun."""
     for limit_s in LIMITS_S:
         answer = run(limit_s)
         if has_begun(answer):
@@ -25,12 +22,10 @@ def under_a_limit(run: Callable[[float], Answer], has_begun: Callable[[Answer], 
 
 
 def pids_in(path: Path) -> list[int]:
-    """The process ids that a program wrote; empty while there are none."""
     return [int(word) for word in path.read_text().split()] if path.exists() else []
 
 
 def wait_until_gone(pid: int) -> None:
-    """Returns once the process has ended, collected by its parent or not."""
     deadline = time.monotonic() + 60
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

@@ -1,8 +1,4 @@
-"""A headless Chromium, driven over its debugging pipe: what a page logs, asks for, measures and looks like.
-
-The DevTools protocol comes as JSON between zero bytes on two pipes, so nothing has to be installed beside the browser.
-Everything a page does counts: messages on the console, exceptions, what the browser itself logs, every request.
-"""
+"""A headless Chromium, driven over its debugging pipe: what a page logs, asks for, measures and looks like."""
 
 import base64
 import json
@@ -60,8 +56,6 @@ ACCESS = f"""(async () => {{
 
 
 class Opened(NamedTuple):
-    """What came of opening a page."""
-
     messages: list[str]  # of the console, by the page or about it
     requests: list[str]  # but for the page itself
     scroll_width: int
@@ -72,7 +66,6 @@ class Opened(NamedTuple):
 
 
 def lacks_browser() -> str | None:
-    """What is missing for these tests, with the line that installs it; None where nothing is."""
     return None if _program() else f"there is no Chromium here: {_INSTALL}"
 
 
@@ -82,7 +75,6 @@ def _program() -> str | None:
 
 @contextmanager
 def running_browser() -> Iterator["Browser"]:
-    """One process for all pages."""
     program = _program()
     assert program is not None, _INSTALL
     to_browser, from_browser = os.pipe(), os.pipe()
@@ -106,8 +98,6 @@ def running_browser() -> Iterator["Browser"]:
 
 
 class Browser:
-    """Opens pages."""
-
     def __init__(self, writer: Any, reader: Any) -> None:
         self._writer, self._reader = writer, reader
         self._number = 0
@@ -184,7 +174,6 @@ class Browser:
                 return result
 
     def _receive(self) -> dict[str, Any]:
-        """The next message; events are kept."""
         while b"\0" not in self._rest:
             is_there, _, _ = select.select([self._reader], [], [], _PATIENCE_S)
             assert is_there, f"the browser sent nothing for {_PATIENCE_S} s"

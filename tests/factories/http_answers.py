@@ -15,7 +15,6 @@ class _Quiet(WSGIRequestHandler):
 
 @contextmanager
 def answering(answer: Callable[[Request], Response]) -> Iterator[str]:
-    """The URL of a server that answers while the block runs."""
     application = Request.application(answer)
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=_Quiet)
     thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)

@@ -1,8 +1,4 @@
-"""A cache of the hub with a kernel in it, and an environment in which transformers loads it.
-
-The real `kernels` package loads it where it is installed at a version that transformers takes; else a stand-in
-(fake_kernels), in processes of their own, which find it on their path.
-"""
+"""A cache of the hub with a kernel in it, and an environment in which transformers loads it."""
 
 import json
 import os
@@ -17,7 +13,6 @@ _HERE = Path(__file__).parent
 
 
 def put_kernel(cache: Path, commit: str = COMMIT, *, variant: str = "torch-cpu", **metadata: Any) -> Path:
-    """A snapshot of the repository that has one build, in PyTorch; its folder."""
     snapshot = cache / f"kernels--{REPOSITORY.replace('/', '--')}" / "snapshots" / commit
     build = snapshot / "build" / variant
     shutil.copytree(_HERE / "torch_flash_kernel", build, ignore=shutil.ignore_patterns("__pycache__"))
@@ -28,7 +23,6 @@ def put_kernel(cache: Path, commit: str = COMMIT, *, variant: str = "torch-cpu",
 
 
 def hub_environment(cache: Path, **settings: str) -> dict[str, str]:
-    """Variables of a process that loads kernels from this cache, without a network."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_available
 
     environment = {**os.environ, "KERNELS_CACHE": str(cache), "HF_HUB_OFFLINE": "1", **settings}

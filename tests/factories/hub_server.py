@@ -1,12 +1,6 @@
 """A small hub on this machine: the endpoints of huggingface_hub that downloads and uploads use, over HTTP.
 
-As the real one answers them (https://huggingface.co/docs/hub/api): what a repository is, its files at a revision and
-parts of them, who a token is, making a repository, how each file goes up, the LFS batch of Git
-(https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md), a commit as lines of JSON.
-
-    with serving(Hub(files={"org/name": {"config.json": b"{}"}})) as hub: ...  # hub.url, hub.requests
-
-Models and data sets are told apart by their address alone, and every revision has the same files.
+As the real one answers them (https://huggingface.co/docs/hub/api); every revision has the same files.
 """
 
 import base64
@@ -31,8 +25,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """What the server knows and was given."""
-
     url: str = ""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by repository and path
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})  # commits by name
@@ -45,7 +37,6 @@ class Hub:
 
 
 def login(name: str = "ann", *, role: str = "write", orgs: Mapping[str, str] = {}, **token: Any) -> dict[str, Any]:
-    """The answer of whoami."""
     return {
         "name": name,
         "type": "user",
@@ -56,8 +47,6 @@ def login(name: str = "ann", *, role: str = "write", orgs: Mapping[str, str] = {
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    """The hub, listening until the end."""
-
     def answer(request: Request) -> Response:
         hub.requests.append(f"{request.method} {request.path}")
         return _respond(hub, request)

@@ -35,7 +35,6 @@ def assert_refused(checkpoint: Path, out: Path, fact: str, **request: Any) -> No
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """Of plain transformers."""
     return logits_of(AutoModelForCausalLM.from_pretrained(folder).eval(), IDS)
 
 
@@ -45,7 +44,6 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def saved_by_torch(base: Path, folder: Path, change: Callable[[dict[str, Any]], object] = lambda each: each) -> Path:
-    """The base's weights as a pickled file beside its config."""
     folder.mkdir()
     (folder / "config.json").write_bytes((base / "config.json").read_bytes())
     torch.save(change(load_file(base / "model.safetensors")), folder / "pytorch_model.bin")
@@ -53,7 +51,6 @@ def saved_by_torch(base: Path, folder: Path, change: Callable[[dict[str, Any]], 
 
 
 def zero(base: Path, folder: Path, *, ranks: int = 2) -> Path:
-    """A checkpoint of ZeRO-2 as DeepSpeed lays it out."""
     states = folder / "global_step2"
     states.mkdir(parents=True)
     weights = load_file(base / "model.safetensors")
@@ -71,7 +68,6 @@ def zero(base: Path, folder: Path, *, ranks: int = 2) -> Path:
 
 
 def distributed(base: Path, folder: Path) -> Path:
-    """A torch distributed checkpoint of one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         save({"model": load_file(base / "model.safetensors")}, checkpoint_id=folder, no_dist=True)

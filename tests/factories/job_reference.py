@@ -11,12 +11,10 @@ MARK = "<!-- Below: written by tests/factories/job_reference.py -->"
 
 
 def job_reference() -> str:
-    """Tables of every setting: what it may be, its default and what it does."""
     return "\n".join([MARK, "", "## Every setting", "", *map(_table, SECTIONS)])
 
 
 def write_job_reference(document: Path) -> None:
-    """Replaces what follows the mark in the document."""
     above = document.read_text(encoding="utf-8").partition(MARK)[0]
     document.write_text(above + job_reference(), encoding="utf-8")
 

@@ -1,8 +1,4 @@
-"""Runs whose processes are killed with SIGKILL at random moments of their lives, and that are then resumed.
-
-The tests' own process stands in for a process 1 that does not reap: what loses its parent becomes its child, and stays
-a zombie. Every process of a run is found by a variable of its environment, whatever its parent is.
-"""
+"""Runs whose processes are killed with SIGKILL at random moments of their lives, and that are then resumed."""
 
 import ctypes
 import os
@@ -59,8 +55,6 @@ class Life(NamedTuple):
 
 @dataclass(slots=True)
 class Count:
-    """The outcome of kills of one kind."""
-
     tried: int = 0
     survived: int = 0
     lost: int = 0  # steps or checkpoints, or other losses than without a kill
@@ -74,12 +68,10 @@ class Count:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def row(self) -> dict[str, int]:
-        """The numbers, for the outcome file."""
         return {name: getattr(self, name) for name in FAULT_NUMBERS}
 
 
 def check(counts: Mapping[str, Count], record_property: Callable[[str, object], None]) -> None:
-    """Fails with the notes of whatever did not survive."""
     record_property(FAULTS, {kind: count.row() for kind, count in counts.items()})
     failures = [note for count in counts.values() for note in count.notes]
     assert not failures, "\n\n".join(failures)
@@ -105,7 +97,6 @@ def undisturbed(place: Workplace) -> Life:
 
 
 def losses(run_dir: Path) -> list[float]:
-    """The last loss of each step, in order."""
     return [row["loss"] for _, row in sorted(read_metrics(run_dir).items())]
 
 
@@ -152,7 +143,6 @@ def _start(place: Workplace, run: str, mark: str) -> subprocess.Popen[bytes]:
 
 
 def _strike(process: subprocess.Popen[bytes], run_dir: Path, victim: str, moment: float) -> bool:
-    """Kills the victim `moment` seconds after it began; False if the run ended before."""
     first = next_attempt(run_dir)  # records of earlier attempts are of other processes
     is_late = victim in ("supervisor", "all")
     begun = time.monotonic() if is_late else None
@@ -173,7 +163,6 @@ def _strike(process: subprocess.Popen[bytes], run_dir: Path, victim: str, moment
 
 
 def _recorded(run_dir: Path, first: int = 1) -> dict[str, ProcessRecord]:
-    """The launcher and the ranks of the newest attempt, if that is not before `first`."""
     number = next_attempt(run_dir) - 1
     return read_records(run_dir / "attempts" / str(number) / "pids") if number >= first else {}
 

@@ -1,9 +1,4 @@
-"""References of the product's code to names of its training libraries, with the arguments of each call.
-
-Read from the source: `from torch.nn.attention import varlen; varlen.varlen_attn(q, k, scale=1.0)` is a reference to
-`torch.nn.attention.varlen.varlen_attn` with two positional arguments and the keyword `scale`. Methods of objects and
-names that are looked up by their text are not found this way; those that a run on CUDA calls stand in METHOD_CALLS.
-"""
+"""References of the product's code to names of its training libraries, with the arguments of each call."""
 
 import ast
 from collections.abc import Iterator
@@ -72,7 +67,6 @@ def references() -> tuple[Reference, ...]:
 
 
 def references_in(source: str, place: str) -> Iterator[Reference]:
-    """References in one module's source."""
     tree = ast.parse(source)
     names = dict(_imported_names(tree))
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}

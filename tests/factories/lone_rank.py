@@ -19,7 +19,6 @@ ENDLESS = 100_000  # steps: more than a rank can run before it is stopped, howev
 
 
 def start_rank(plan_path: Path, *arguments: str, python: str | None = None) -> "subprocess.Popen[bytes]":
-    """A rank in the background; what it prints goes to output.txt beside plan.json."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1", SUPERVISED: "1"}
     argv = [python or sys.executable, "-m", "shardwise.trainer", str(plan_path), *arguments]
@@ -28,7 +27,6 @@ def start_rank(plan_path: Path, *arguments: str, python: str | None = None) -> "
 
 
 def run_rank(plan_path: Path, *arguments: str, expected_code: int = 0, python: str | None = None) -> str:
-    """What a rank prints; asserts the code of its process."""
     code = start_rank(plan_path, *arguments, python=python).wait(timeout=TIMEOUT_S)
     output = plan_path.with_name("output.txt").read_text()
     assert code == expected_code, output
@@ -40,7 +38,6 @@ def report_of(plan_path: Path) -> Report:
 
 
 def lines_of(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """The last line of each step."""
     path = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {line["step"]: line for line in lines}

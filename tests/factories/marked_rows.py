@@ -1,7 +1,4 @@
-"""Generated rows of the forms that people have, with a marker in every string, and which of them an answer holds.
-
-A marker is found again in the text of a row, in a reason that refuses it, or in the list of keys that nothing reads.
-"""
+"""Generated rows of the forms that people have, with a marker in every string, and which of them an answer holds."""
 
 import json
 import random

@@ -24,7 +24,6 @@ def port_that_drops() -> Iterator[tuple[str, int]]:
 
 
 def without_loopback(claim: Callable[[], object]) -> None:
-    """Runs `claim` in a thread with a network of its own, whose loopback is down; raises what it raises."""
     raised: list[BaseException] = []
 
     def run() -> None:

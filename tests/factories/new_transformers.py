@@ -34,7 +34,6 @@ def changed_signatures() -> Iterator[tuple[bool, str]]:
 
 
 def run_zoo(names: Sequence[str], outcome: Path) -> None:
-    """Runs the zoo, or the named types of it. Warnings of another version are no errors."""
     of_used = [name for name in names if name in USED]
     cases = [f"{test}[{name}]" for test in (TYPE_TEST, APART_TEST) for name in names]
     cases += [f"{test}[{name}]" for test in WAY_TESTS for name in of_used]

@@ -28,10 +28,7 @@ BUILD_LIMIT_S = 1800.0  # two operators side by side on a busy machine of two co
 
 
 def folder_with_operators(*names: str) -> Path:
-    """The value for $TORCH_EXTENSIONS_DIR; builds what is missing, which takes a minute or more the first time.
-
-    The time limit of the test that needs them first, a timer of pytest-timeout, does not count the build.
-    """
+    """The value for $TORCH_EXTENSIONS_DIR; builds what is missing, which takes a minute or more the first time."""
     folder = extensions_dir(cache_home(), recorded_versions(), read_host().cpu_flags)
     left, _ = signal.getitimer(signal.ITIMER_REAL)
     signal.setitimer(signal.ITIMER_REAL, left and BUILD_LIMIT_S)

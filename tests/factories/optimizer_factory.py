@@ -30,7 +30,6 @@ NUM_LARGE, NUM_SMALL = 12, 9
 
 
 def tiny_llama(**config: Any) -> LlamaForCausalLM:
-    """Two blocks with the same weights every time."""
     torch.manual_seed(SEED)
     fields = {**TINY_LLAMA, "max_position_embeddings": SEQ_LEN, **config}
     fields.pop("model_type")
@@ -38,14 +37,12 @@ def tiny_llama(**config: Any) -> LlamaForCausalLM:
 
 
 def random_gradients(model: nn.Module, *, step: int) -> None:
-    """Gradients that are a function of the step."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 def random_loss(model: PreTrainedModel, *, step: int) -> Tensor:
-    """The loss on tokens that are a function of the step."""
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(step))
     loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
@@ -57,7 +54,6 @@ def assert_same_weights(model: nn.Module, other: nn.Module, *, rtol: float = 0.0
 
 
 def train_steps(model: PreTrainedModel, optimizer: TorchOptimizer, steps: range, *, lr: float) -> None:
-    """Steps on random tokens, without clipping."""
     for step in steps:
         set_learning_rate(optimizer, lr)
         random_loss(model, step=step).backward()

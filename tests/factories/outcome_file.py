@@ -1,12 +1,8 @@
 """A pytest plugin: `--outcome FILE` keeps what a run of tests came to, as JSON.
 
-It says what was selected, of which commit, with which versions and on which machine; of every file how many tests
-passed, failed and were skipped, and their seconds; of every test function how many of its cases passed. A test that
-measures how far two runs are apart adds it with `record_differences(record_property, [Difference(...), ...])`; of these
-the file keeps the number and the largest. A test of faults from outside adds
-`record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`; the file adds up those of every test function.
-A test of each member of a list adds what it found, `record_property(FINDING, (finding, member))`, once or more; the
-file lists the members of every finding.
+A test adds how far two runs are apart with `record_differences(record_property, [Difference(...), ...])`, faults from
+outside with `record_property(FAULTS, {kind: {"tried": ..., "survived": ...}})`, and what it found of a member of a list
+with `record_property(FINDING, (finding, member))`.
 """
 
 import json
@@ -155,11 +151,7 @@ def summary(differences: list[Difference]) -> dict[str, Any]:
 
 
 def fault_rows(folder: Path) -> list[str]:
-    """The rows of the table in docs/surviving.md, from the newest outcome that has each kind of fault.
-
-    Kinds `GROUP: KIND` of one group share a row. The last number adds up what was lost, hung, outlived or ended in a
-    traceback.
-    """
+    """The rows of the table in docs/surviving.md, from the newest outcome that has each kind of fault."""
     newest: dict[str, dict[str, int]] = {}
     for path in sorted(folder.glob("test-long-*.json"), key=lambda path: json.loads(path.read_text())["date"]):
         for found in json.loads(path.read_text()).get(FAULTS, {}).values():
@@ -209,7 +201,6 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this tree, with "-dirty" if files differ from it; None without Git."""
     words = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     try:
         answer = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
@@ -219,7 +210,6 @@ def _commit() -> str | None:
 
 
 def facts() -> dict[str, Any]:
-    """Versions and the machine."""
     host = read_host()
     ram_gib = None if host.ram_bytes is None else round(host.ram_bytes / GIB)
     return {

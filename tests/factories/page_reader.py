@@ -6,8 +6,6 @@ VOID = {"meta", "br"}
 
 
 class PageReader(HTMLParser):
-    """Collects, and checks that every tag is closed in order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -29,7 +27,6 @@ class PageReader(HTMLParser):
 
 
 def read_page(html: str) -> PageReader:
-    """The whole page."""
     reader = PageReader()
     reader.feed(html)
     reader.close()

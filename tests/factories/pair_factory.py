@@ -46,7 +46,6 @@ def write_pairs(folder: Path) -> Path:
 
 
 def pair_plan(cache_dir: Path, *args: Any, early_stop: int | None = None, **settings: Any) -> Plan:
-    """As `rank_plan`, over the pairs in `cache_dir`, under DPO."""
     train = {"objective": Objective.DPO, **settings.pop("train", {})}
     plan = rank_plan(cache_dir, *args, **{"seq_len": PAIR_SEQ_LEN, "train": train, "lr": 1e-3, **settings})
     data: DataProfile = msgspec.structs.replace(

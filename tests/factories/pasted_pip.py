@@ -37,7 +37,6 @@ def _libraries(asked: Requirement) -> list[Requirement]:
 
 
 def requirements_in(text: str, folder: Path) -> dict[str, Requirement]:
-    """Everything that the lines of a message install, by name; a message without a line fails."""
     lines = [found[0] for found in re.finditer(rf"{re.escape(sys.executable)} -m pip install{_WORDS}", text)]
     assert lines, f"no line to paste: {text}"
     return {each.name: each for line in lines for each in pasted(line, folder)}

@@ -59,7 +59,6 @@ def train_plainly(
 
 
 def _batch_loss(plan: Plan, model: nn.Module, step: int) -> torch.Tensor:
-    """The mean over the targets of the global batch."""
     num_rows = plan.schedule.sequences_per_step
     (batch,), num_targets = step_micro_batches(
         train_rows(plan), step=step, seed=SEED, sequences_per_step=num_rows, rank=0, num_ranks=1, micro_batch=num_rows,

@@ -44,7 +44,6 @@ def machine(
     spec: str, *, ram_bytes: int | None = 1024 * GIB, vram_bytes: int | None = None, libraries: tuple[str, ...] = (),
     cpu_flags: tuple[str, ...] = ("avx2",),
 ) -> Hardware:  # fmt: skip
-    """A catalogue machine whose host is known."""
     ram: dict[str, Any] = {"ram_bytes": ram_bytes, "ram_available_bytes": ram_bytes}
     host = Host(cpu_name="Test CPU", num_cores=4, cpu_flags=cpu_flags, **ram)
     hardware = replace(hardware_from_spec(spec, local_host=lambda: host), host=host)
@@ -101,7 +100,6 @@ def plan_of(
 
 
 def trial_of(candidate: Candidate, step_s: float | None, **facts: Any) -> TrialResult:
-    """What a trial of a candidate measured."""
     strategy, micro_batch = candidate.strategy.name, candidate.micro_batch
     return TrialResult(
         **{"strategy": strategy, "micro_batch": micro_batch, "step_s": step_s, "peak_allocated_bytes": None, **facts}
@@ -109,7 +107,6 @@ def trial_of(candidate: Candidate, step_s: float | None, **facts: Any) -> TrialR
 
 
 def note_of(plan: Plan, words: str) -> str:
-    """The one note of a plan with these words."""
     (note,) = (note for note in plan.notes if words in note)
     return note
 

@@ -22,19 +22,16 @@ REQUEST = PrepareRequest(
 
 
 def request_for(*sources: Path | str | tuple[Path, float], cache_root: Path, **settings: object) -> PrepareRequest:
-    """A request for these sources, a path or (path, weight) each, not yet resolved to files."""
     pairs = [source if isinstance(source, tuple) else (source, 1.0) for source in sources]
     named = tuple(DataSource(source=str(path), weight=weight) for path, weight in pairs)
     return msgspec.structs.replace(REQUEST, sources=named, cache_root=str(cache_root), **settings)
 
 
 def listed_request(*sources: Path | str | tuple[Path, float], cache_root: Path, **settings: object) -> PrepareRequest:
-    """A request with its files, as the subprocess gets it."""
     return list_files(request_for(*sources, cache_root=cache_root, **settings))
 
 
 def written_source(path: Path, content: bytes | str) -> SourceFile:
-    """A file with this content, as it is listed."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     status = path.stat()
@@ -42,7 +39,6 @@ def written_source(path: Path, content: bytes | str) -> SourceFile:
 
 
 def numbered_text(num_lines: int, *, word: str = "row") -> str:
-    """Lines that all differ."""
     return "".join(f"{word} {number} of {num_lines}, which is {number * 7919 % 1000}\n" for number in range(num_lines))
 
 

@@ -35,8 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Measurement:
-    """Coverage of this process, and of the programs that it starts."""
-
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         data_file, source = str(folder / "data"), [str(ROOT / name) for name in ("launch", "slurm", "trainer")]
@@ -65,7 +63,6 @@ class _Measurement:
 
 
 def combine(folder: Path) -> Path:
-    """Joins the files of all processes in `folder`; returns the path of the data."""
     joined = folder / "joined"
     whole = coverage.Coverage(data_file=str(joined), config_file=False, branch=True, messages=False)
     if not joined.exists():
@@ -75,7 +72,6 @@ def combine(folder: Path) -> Path:
 
 
 def by_room(data: Path) -> dict[str, dict[str, float]]:
-    """Of each room of the product: branches, those that were executed, and their share in percent."""
     measured = coverage.Coverage(data_file=str(data), config_file=False, branch=True, messages=False)
     measured.load()
     with tempfile.TemporaryDirectory() as place:

@@ -32,10 +32,7 @@ NUM_STEPS = 6  # of runs that are held step by step against another: enough to l
 def write_rows(
     cache_dir: Path, *, num_rows: int = 400, seq_len: int = SEQ_LEN, shortest: int = 2, is_grouped: bool = True
 ) -> Path:
-    """A token cache of bytes of the standard library's own text, in rows of very different length.
-
-    They are learned grouped by length, or else, as packed rows are, in random order and all of one width.
-    """
+    """A token cache of bytes of the standard library's own text, in rows of very different length."""
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))[:6])
     lengths = np.random.default_rng(0).integers(shortest, seq_len + 1, size=num_rows)
     starts = np.cumsum(lengths) - lengths
@@ -84,7 +81,6 @@ def rank_plan(
     limits: Limits | None = None,
     **engine: Any,  # optimizer, method, num_ranks, precision, micro_batch, accumulation, checkpointing, loss, ...
 ) -> Plan:
-    """A plan over the rows in `cache_dir`, with warmup, weight decay and clipping on."""
     settings = {"seq_len": SEQ_LEN, "loss_chunk_tokens": 40, **engine}
     job = Job(train=TrainJob(seed=SEED, clip=clip, **train), limits=limits or Limits())
     plan = engine_plan(sharding, offload, job=job, **settings)
@@ -125,13 +121,11 @@ def offload_plan(cache_dir: Path, sharding: Sharding, offload: Offload, *, nvme:
 
 
 def train_rows(plan: Plan) -> TokenRows:
-    """What a run of this plan trains on."""
     assert plan.data.cache_dir is not None
     return TokenRows.open(Path(plan.data.cache_dir), "train")
 
 
 def write_attempt(run_dir: Path, plan: Plan, *, number: int = 1) -> Path:
-    """`attempts/N/` with plan.json and, for ZeRO, the filled ds_config.json; returns the path of plan.json."""
     attempt_dir = run_dir / "attempts" / str(number)
     attempt_dir.mkdir(parents=True)
     codec.write(run_dir / "plan.json", plan)

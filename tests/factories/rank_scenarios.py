@@ -44,7 +44,6 @@ def early_stop_plan(cache_dir: Path, sharding: Sharding, **settings: Any) -> Pla
 
 
 def check_best_export(run_dir: Path) -> None:
-    """The export has the weights of the checkpoint with the lowest loss, not those of the last."""
     losses = [line["eval_loss"] for line in metrics_of(run_dir)]
     best = losses.index(min(losses)) + 1
     assert best == len(losses) - PATIENCE < MOST_STEPS
@@ -86,7 +85,6 @@ def share_plan(cache_dir: Path, sharding: Sharding, *, num_ranks: int) -> Plan:
 
 
 def predicted_share(sharding: Sharding, *, num_ranks: int, ranks_per_node: int) -> MemoryEstimate:
-    """Memory of one rank of `share_plan`, by the closed form."""
     chosen = configuration(
         sharding, precision=Precision.FP32, optimizer=Optimizer.ADAMW_FUSED, num_ranks=num_ranks,
         ranks_per_node=ranks_per_node, seq_len=SEQ_LEN, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,

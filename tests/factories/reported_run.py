@@ -19,7 +19,6 @@ NUM_STEPS = 40
 
 
 def tiny_plan(**changes: Any) -> Plan:
-    """A plan of a CPU."""
     plan = plan_of("tiny", "1xCPU")
     return replace(plan, schedule=replace(plan.schedule, num_steps=NUM_STEPS), **changes)
 
@@ -47,7 +46,6 @@ def measured_figures(plan: Plan) -> Figures:
 
 
 def report_for(plan: Plan, **changes: Any) -> Report:
-    """The chosen candidate ran to the end in one attempt."""
     figures = {"predicted": predicted_figures(plan.chosen), "measured": measured_figures(plan)}
     num_steps = plan.schedule.num_steps
     steps = {"step": num_steps, "num_steps": num_steps, "history": (attempt_record(step=num_steps),)}
@@ -55,7 +53,6 @@ def report_for(plan: Plan, **changes: Any) -> Report:
 
 
 def step_rows(steps: Sequence[int] = range(1, NUM_STEPS + 1), **changes: Any) -> list[dict[str, Any]]:
-    """A line a step; each tenth is scored."""
     times = {"step_s": 2.0, "data_s": 0.02, "forward_s": 0.6, "backward_s": 1.0, "optimizer_s": 0.2}
     rows = []
     for step in steps:
@@ -70,7 +67,6 @@ def write_run(
     run_dir: Path, *, plan: Plan | None = None, report: Report | None = None,
     rows: Sequence[dict[str, Any]] | None = None, overrides: tuple[str, ...] = (), has_report: bool = True,
 ) -> Path:  # fmt: skip
-    """A whole run, unless told otherwise."""
     run_dir.mkdir(parents=True)
     plan = plan or tiny_plan()
     codec.write(run_dir / "plan.json", plan)

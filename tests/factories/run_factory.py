@@ -25,7 +25,6 @@ def run_plan(num_steps: int = 100) -> Plan:
 
 
 def write_submission(run_dir: Path, *job_ids: str, **changes: Any) -> None:
-    """The run as `submit` leaves it, with its script."""
     run_dir.mkdir(parents=True, exist_ok=True)
     plain = {"hardware": run_plan().hardware, "submitted": "2026-11-22T17:30:00Z", "job_ids": job_ids}
     plain |= {"script": str(run_dir.absolute() / SCRIPT_NAME)}
@@ -33,7 +32,6 @@ def write_submission(run_dir: Path, *job_ids: str, **changes: Any) -> None:
 
 
 def write_start(run_dir: Path, job_id: str, num_restarts: int = 0) -> None:
-    """The script noted that it started."""
     with (run_dir / JOBS_FILE).open("a") as stream:
         stream.write(f"2026-11-22T17:31:00Z {job_id} {num_restarts} n[1-2]\n")
 
@@ -76,7 +74,6 @@ def attempt_record(number: int = 1, *, step: int = 10, **changes: Any) -> Attemp
 
 
 def write_report(run_dir: Path, ending: Ending, *, attempt: int = 1, step: int = 10, **changes: Any) -> Report:
-    """The run's report after this attempt."""
     history = tuple(attempt_record(number, step=step, ending=ending) for number in range(1, attempt + 1))
     report = make_report(ending=ending, step=step, num_steps=100, history=history, attempts=attempt, **changes)
     codec.write(run_dir / "report.json", report)
@@ -84,7 +81,6 @@ def write_report(run_dir: Path, ending: Ending, *, attempt: int = 1, step: int =
 
 
 def write_holder(run_dir: Path, pid: int, host: str | None = None) -> None:
-    """Who held the directory last, as its file names them."""
     (run_dir / LOCK).write_text(f"{pid}\n" if host is None else f"{pid} {host}\n")
 
 
@@ -95,6 +91,5 @@ def write_checkpoint(run_dir: Path, step: int) -> None:
 
 
 def age(path: Path, seconds: float) -> None:
-    """Makes a file look as if it was written so long ago."""
     changed = path.stat().st_mtime - seconds
     os.utime(path, (changed, changed))

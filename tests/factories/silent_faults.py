@@ -1,7 +1,4 @@
-"""Silent faults of a training: each makes a run learn something else than its plan says, without an error.
-
-A fault is a context: while it is open, a library or a part of the product does the wrong thing. Names say what.
-"""
+"""Silent faults of a training: each makes a run learn something else than its plan says, without an error."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +20,6 @@ Fault = Callable[[], AbstractContextManager[object]]
 
 @contextmanager
 def _updates(change: Callable[[torch.optim.Optimizer, Callable[[], object]], object]) -> Iterator[None]:
-    """AdamW whose step is what `change` makes of it."""
     own: Any = torch.optim.AdamW.step
 
     def changed(self: torch.optim.Optimizer, *_: object, **__: object) -> None:
@@ -76,7 +72,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _stale() -> AbstractContextManager[object]:
-    """Every step takes the gradient of the first one."""
     kept: list[Tensor | None] = []
 
     def change(optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
@@ -94,7 +89,6 @@ def _no_step(optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> 
 
 
 def _sgd(optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
-    """The weights move along the gradient instead."""
     before = [each.detach().clone() for each in _parameters(optimizer)]
     update()
     with torch.no_grad():
@@ -104,7 +98,6 @@ def _sgd(optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None
 
 
 def _ascent(optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
-    """The weights move up instead of down."""
     before = [each.detach().clone() for each in _parameters(optimizer)]
     update()
     with torch.no_grad():
@@ -123,8 +116,6 @@ def _forgets_moments(optimizer: torch.optim.Optimizer, update: Callable[[], obje
 
 
 def _frozen(number: int) -> Fault:
-    """One matrix gets no gradient."""
-
     def change(optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
         _parameters(optimizer)[number].grad = None
         update()
@@ -133,8 +124,6 @@ def _frozen(number: int) -> Fault:
 
 
 def _restored(number: int) -> Fault:
-    """One matrix is put back after each update."""
-
     def change(optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
         before = _parameters(optimizer)[number].detach().clone()
         update()
@@ -165,13 +154,11 @@ def _loss_shift(by: int) -> Fault:
 
 
 def _changed_batch(change: Callable[[MicroBatch], MicroBatch]) -> Fault:
-    """Micro batches of training are what `change` makes of them."""
     own = batches._micro_batch
     return lambda: patch.object(batches, "_micro_batch", lambda rows, examples: change(own(rows, examples)))
 
 
 def _changed_rows(change: Callable[[list[int]], list[int]]) -> Fault:
-    """The rows of a step are others."""
     own = cache.TokenRows.order
 
     def changed(self: cache.TokenRows, **given: Any) -> Any:
@@ -217,7 +204,6 @@ def _corrupt_ids(batch: MicroBatch) -> MicroBatch:
 
 
 def _one_row(batch: MicroBatch) -> MicroBatch:
-    """Every row of a micro batch is its first."""
     return batch._replace(
         input_ids=batch.input_ids[:1].expand_as(batch.input_ids).clone(),
         labels=batch.labels[:1].expand_as(batch.labels).clone(),
@@ -236,7 +222,6 @@ def _wrong_place() -> AbstractContextManager[object]:
 
 
 def _same_place() -> AbstractContextManager[object]:
-    """Every step learns the rows of the first."""
     return patch.object(course, "_place_of_rows", lambda of, at: 0)
 
 
@@ -251,7 +236,6 @@ def _few_rows() -> AbstractContextManager[object]:
 
 
 def _softened_logits() -> AbstractContextManager[object]:
-    """The loss is of logits that were divided by a temperature."""
     own = loss.Head.logits
     return patch.object(loss.Head, "logits", lambda self, hidden: own(self, hidden) / 1.1)
 

@@ -1,18 +1,11 @@
-"""A real Slurm on this machine for tests: every node has its own network, hostname, processes' view of /etc/hosts.
-
-    def test_a_job(slurm):  # one cluster for the whole run of tests, without a job and with every node up
-        job = slurm.submit("--wrap=hostname")
-        assert slurm.wait_for(job, "COMPLETED").exit_code == "0:0"
-
-Nodes and partitions:
+"""A real Slurm on this machine for tests: every node has its own network, hostname and hosts.
 
     n1 .. n4   slurmd runs; the cores and the memory of this machine, no GPU   cpu (default), low (preemptable by cpu)
     g1, g2     slurmd runs; 96 pretended cores, 8 fake GPUs                    gpu
     c1 .. c4   nothing runs: for `sbatch --test-only`; 8 x H100                h100
 
-Needs root, slurm-wlm 22.05 or later, munge and iproute2. Everything is named by a slot that a file lock holds, so
-that several clusters run side by side; `suite_remains` removes what a killed run of tests leaves. Nothing is read from
-/etc/slurm, and neither cgroups nor systemd are needed. Times are short where the defaults make a test wait.
+Needs root, slurm-wlm 22.05 or later, munge and iproute2. A file lock holds the slot of a cluster, so that several run
+side by side; `suite_remains` removes what a killed run of tests leaves.
 """
 
 import os
@@ -134,8 +127,6 @@ class Addresses(NamedTuple):
 
 
 class JobState(NamedTuple):
-    """The fields of `scontrol show job`; `text` is the whole line."""
-
     state: str
     restarts: int
     exit_code: str  # CODE:SIGNAL
@@ -144,7 +135,6 @@ class JobState(NamedTuple):
 
 
 def lacks_slurm() -> str | None:
-    """The reason why no cluster can be started here, with a remedy; None if one can."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_search_path()) is None]
     if missing:
         return f"a real Slurm needs {', '.join(missing)}: {INSTALLED_BY}"
@@ -157,8 +147,6 @@ def lacks_slurm() -> str | None:
 
 
 class SlurmCluster:
-    """The daemons, and what a test asks of them."""
-
     def __init__(self, slot: int) -> None:
         self.folder = cluster_folder(slot)
         self._slot = slot
@@ -188,13 +176,11 @@ class SlurmCluster:
         self.wait_until(lambda: self._are_up(*self._addresses.nodes), "every node is up")
 
     def stop(self) -> None:
-        """Ends every process of the cluster and removes its networks and its folder."""
         remove_cluster(self._slot)
         for daemon in self._daemons:
             daemon.wait(CALL_TIMEOUT_S)
 
     def run(self, *words: str | Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Runs a program on the login node."""
         answer = subprocess.run(
             list(map(str, words)), env={**self.environment, **environment}, capture_output=True, text=True,
             timeout=CALL_TIMEOUT_S, check=False,
@@ -207,7 +193,6 @@ class SlurmCluster:
         return self.run("sbatch", "--parsable", *words, check=True, **environment).stdout.strip().partition(";")[0]
 
     def job(self, job_id: str) -> JobState:
-        """The current state of the job; of an array the task `ID_INDEX`."""
         text = self.run("scontrol", "-o", "show", "job", job_id).stdout.strip()
         words = text.partition(" UserId=")[2].split()  # behind the name of the job, which may hold anything
         fields = dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # a comment comes last
@@ -241,7 +226,6 @@ class SlurmCluster:
         self.kill_all(name)
 
     def start_node(self, name: str) -> None:
-        """Boots a node that was killed; returns once Slurm would use it."""
         run_ip_lines([f"link set {self._prefix}{name} up"])
         self._daemon(name, "slurmd", "-D", "-b", "-N", name)
         self.wait_until(lambda: self._are_up(name), f"{name} is up")
@@ -256,7 +240,6 @@ class SlurmCluster:
             time.sleep(_POLL_S)
 
     def log_tail(self) -> str:
-        """The end of what the controller and the nodes said."""
         logs = sorted((self.folder / "log").glob("*.log"))
         return "\n".join(f"-- {path.name}\n" + "\n".join(path.read_text().splitlines()[-12:]) for path in logs)
 
@@ -311,7 +294,6 @@ class SlurmCluster:
         return len(states) == len(names) and set(states.values()) <= _UP
 
     def _cancel_all(self) -> bool:
-        """True if there were jobs to cancel, ending ones included."""
         job_ids = self.run("squeue", "-h", "-a", "-o", "%A").stdout.split()
         if job_ids:
             self.run("scancel", "--full", "--signal=KILL", *job_ids, check=False)
@@ -347,7 +329,6 @@ def slurm(slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
 
 
 def _write_config(folder: Path, addresses: Addresses) -> None:
-    """Writes the files that the daemons read, and makes the fake GPUs."""
     ram_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     small = f"CPUs={max(2, os.cpu_count() or 1)} RealMemory={ram_mib}"
     large = "CPUs=96 RealMemory=1000000 Gres=gpu:8"
@@ -377,7 +358,6 @@ def _search_path() -> str:
 
 
 def _take_slot() -> tuple[int, IO[str]]:
-    """The first free slot, with nothing left in it, and the lock that holds it."""
     for slot in range(NUM_SLOTS):
         if lock := lock_slot(slot):
             remove_cluster(slot)

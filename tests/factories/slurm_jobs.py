@@ -43,7 +43,6 @@ def batch_job(run_dir: Path | str, **changes: Any) -> BatchJob:
 
 
 def write_run(job: BatchJob, *ends: str, program: str = STAND_IN) -> Path:
-    """The script, with a program for it, in a run directory where each start ends as said."""
     run_dir = Path(job.run_dir)
     (run_dir / "bin").mkdir(parents=True)
     write_program(run_dir / "bin" / "shardwise", program)
@@ -57,7 +56,6 @@ def write_run(job: BatchJob, *ends: str, program: str = STAND_IN) -> Path:
 
 
 def tell_ends(run_dir: Path, *ends: str) -> None:
-    """Sets the ends of the starts of this run, in order."""
     (run_dir / "ends").write_text("\n".join(ends))
 
 
@@ -67,16 +65,13 @@ def write_program(path: Path, text: str) -> None:
 
 
 def read_events(run_dir: Path) -> list[str]:
-    """Events of the stand-in, without arguments."""
     path = run_dir / "events"
     return [" ".join(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def read_starts(run_dir: Path) -> Sequence[JobStart]:
-    """Jobs that ran in the folder."""
     return parse_job_starts((run_dir / JOBS_FILE).read_text())
 
 
 def read_output(run_dir: Path) -> str:
-    """Output of the jobs."""
     return "\n".join(path.read_text() for path in sorted(run_dir.glob("slurm-*.out")))

@@ -11,7 +11,6 @@ CLUSTERS = tuple(sorted(folder.name.removeprefix("slurm_") for folder in CAPTURE
 
 
 def slurm_text(cluster: str, file: str) -> str:
-    """A captured text; empty where the cluster has none."""
     path = CAPTURED / f"slurm_{cluster}" / file
     return path.read_text() if path.exists() else ""
 
@@ -28,10 +27,7 @@ def partition_of(cluster: str, name: str) -> Partition:
 
 
 def install_slurm(folder: Path, cluster: str) -> dict[str, str]:
-    """Puts a scontrol and a sacctmgr that answer as the cluster did into `folder`; the environment that finds them.
-
-    A cluster without accounting has what sacctmgr says of that; one with has a text of each user, and one of all QOS.
-    """
+    """Puts a scontrol and a sacctmgr that answer as the cluster did into `folder`; the environment that finds them."""
     texts = shlex.quote(str(CAPTURED / f"slurm_{cluster}"))
     programs = {
         "scontrol": f"""case "$*" in

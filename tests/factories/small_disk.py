@@ -13,10 +13,7 @@ from suite_remains import MARK, disk_source
 
 @contextmanager
 def mounted_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of `size`, such as `2m`, at `folder`; skips where nothing may be mounted.
-
-    Its source names the run of tests, so that it is unmounted also after that run was killed.
-    """
+    """A tmpfs of `size`, such as `2m`, at `folder`; skips where nothing may be mounted."""
     folder.mkdir(exist_ok=True)
     source = disk_source(os.environ[MARK])
     mounted = subprocess.run(

@@ -1,8 +1,4 @@
-"""A terminal of a few lines of code: what a person would see after everything that was written to it.
-
-It knows what the view uses: carriage return, line feed, cursor up, erase to the end of the screen, colours. Anything
-else is an error, as is a line that is wider than the terminal.
-"""
+"""A terminal of a few lines of code: what a person would see after everything that was written to it."""
 
 import re
 

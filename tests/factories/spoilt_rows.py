@@ -55,6 +55,5 @@ def spoil(plan: Plan, folder: Path, steps: Sequence[int] | Mapping[int, float], 
 
 
 def tokens_of(plan: Plan, steps: Iterable[int]) -> int:
-    """The tokens that are learned from in these steps of the data order."""
     rows = train_rows(plan)
     return sum(int((rows.labels(row) != IGNORED_LABEL).sum()) for step in steps for row in rows_of(plan, step))

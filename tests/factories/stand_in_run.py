@@ -1,7 +1,4 @@
-"""A stand-in for `shardwise train` in a batch script: makes the files of a run, step by step, and nothing else.
-
-It ends when `finish` stands in the run directory, and at USR1 as `train` does: with 75, of a cancelled run with 130.
-"""
+"""A stand-in for `shardwise train` in a batch script: makes the files of a run, step by step, and nothing else."""
 
 import json
 import sys
@@ -19,7 +16,6 @@ STEP_S = 0.05
 
 
 def program() -> str:
-    """The text of a program that is `main` here."""
     repository = Path(__file__).parents[2]
     folders = [str(repository), str(repository / "tests" / "factories")]
     lines = [f"#!{sys.executable}", "import sys", f"sys.path[:0] = {folders!r}", "import stand_in_run"]

@@ -1,7 +1,4 @@
-"""Folders in the formats that models are published in: FP8, MXFP4, bitsandbytes' 4 bit, and parts of larger models.
-
-The weights beside a format are returned as its definition decodes them, by plain arithmetic.
-"""
+"""Folders in the formats that models are published in: FP8, MXFP4, bitsandbytes' 4 bit, and parts of larger models."""
 
 import json
 from collections.abc import Mapping
@@ -31,7 +28,6 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, 
 
 
 def save_new(folder: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Random weights of a config, large enough that every tensor counts."""
     torch.manual_seed(3)
     model: Any = disturbed(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
     model.to(dtype).save_pretrained(folder)
@@ -99,7 +95,6 @@ def as_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def as_bnb(base: Path, folder: Path, *, kind: str = "nf4", doubly: bool = True, skipped: tuple[str, ...] = ()) -> Path:
-    """A folder in bitsandbytes' 4 bit, as transformers writes it."""
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
@@ -169,7 +164,6 @@ def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_miniature(kind: str, folder: Path) -> PreTrainedModel:
-    """The whole model of a type in a folder, as transformers saves it; returns it."""
     torch.manual_seed(0)
     found = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
     model = disturbed(getattr(transformers, found)(miniature(kind)).float().eval())

@@ -24,13 +24,11 @@ WINDOW_BYTES = 2000
 
 
 def write_rows(path: Path, names: Sequence[str]) -> Path:
-    """A file of one short text a row."""
     path.write_text("".join(json.dumps({"text": f"{name} is a row of text"}) + "\n" for name in names))
     return path
 
 
 def write_files(folder: Path, *, num_files: int = 3, rows_of_file: int = 60) -> list[Path]:
-    """Files of rows `F.R`, for file and row."""
     folder.mkdir(parents=True, exist_ok=True)
     return [
         write_rows(folder / f"part-{file}.jsonl", [f"{file}.{row}" for row in range(rows_of_file)])
@@ -39,14 +37,12 @@ def write_files(folder: Path, *, num_files: int = 3, rows_of_file: int = 60) -> 
 
 
 def reader_of(request: PrepareRequest, scratch: Path, begin: Sequence[Place] = ()) -> StreamReader:
-    """Reads the text rows of a request."""
     assert request.window_bytes is not None
     reading = RowReading(DataFormat.TEXT, {}, request.vocab_size)
     return StreamReader(request.files, request.window_bytes, begin, reading, FileFetcher(scratch))
 
 
 def prepared_stream(*sources: Path, cache_root: Path, **settings: Any) -> DataProfile:
-    """The first window of a stream, as a run finds it."""
     chosen = {"window_bytes": WINDOW_BYTES, "seq_len": 48, "eval_share": 0.1, **settings}
     request = listed_request(*sources, cache_root=cache_root, **chosen)
     profile = prepare(request, lambda _: None)
@@ -56,7 +52,6 @@ def prepared_stream(*sources: Path, cache_root: Path, **settings: Any) -> DataPr
 
 
 def stream_plan(profile: DataProfile, *, seed: int = 7, **settings: Any) -> Plan:
-    """A plan of ranks over the stream."""
     assert profile.cache_dir is not None
     model_config = {**TINY_LLAMA, "vocab_size": profile.vocab_size}
     plan = rank_plan(Path(profile.cache_dir), **{"sequences_per_step": 4, "model_config": model_config, **settings})
@@ -65,7 +60,6 @@ def stream_plan(profile: DataProfile, *, seed: int = 7, **settings: Any) -> Plan
 
 
 def paths_of(run_dir: Path, *, attempt: int = 1) -> RunPaths:
-    """Where an attempt of a run writes."""
     attempt_dir = run_dir / "attempts" / str(attempt)
     attempt_dir.mkdir(parents=True)
     return RunPaths(

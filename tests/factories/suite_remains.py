@@ -2,16 +2,8 @@
 
     python -I -S suite_remains.py SUITE    # waits until the run SUITE has ended, then removes what is left of it
 
-A run of tests has a name, its process id and start time (`suite_name`). Whatever it starts carries that name in the
-environment variable MARK, also processes with a session of their own and jobs of its Slurm. Removed are, of every run
-that has ended and of no other:
-
-    processes         that carry its name, or that belong to a cluster whose lock is free
-    clusters          their network namespaces, links and folder (`slurm_cluster`); a slot is in use while its lock is
-                      held. The empty lock file stays: removing it would let two runs hold one slot
-    small disks       mounts whose source is `disk_source` (`small_disk`)
-    memory groups     control groups named shardwise-test-PID
-
+Whatever a run of tests starts carries its name in the environment variable MARK. Of runs that have ended, and of no
+other, removed are processes, clusters (a slot is in use while its lock is held), small disks and memory groups.
 Only the standard library, and no program is started unless something is there to be removed.
 """
 
@@ -50,7 +42,6 @@ def suite_name(pid: int) -> str | None:
 
 
 def suites_of(pid: int) -> list[str]:
-    """The run of tests that started a process, if any."""
     prefix = f"{MARK}=".encode()
     return [word.removeprefix(prefix).decode() for word in _environment(pid) if word.startswith(prefix)]
 
@@ -60,12 +51,10 @@ def has_ended(suite: str) -> bool:
 
 
 def disk_source(suite: str) -> str:
-    """The source, in /proc/mounts, of a small disk that a test mounts."""
     return f"{_DISK}{suite}"
 
 
 def remove_remains() -> None:
-    """Removes what is left of every run of tests that has ended."""
     kill_all(lambda pid: any(map(has_ended, suites_of(pid))))
     if os.geteuid() != 0:  # the rest can only have been made by root
         return
@@ -128,8 +117,6 @@ def pids_in(namespace: str) -> list[int]:
 
 
 def kill_all(is_meant: Callable[[int], bool]) -> None:
-    """Kills processes until there are none of these; some may be forking."""
-
     def are_gone() -> bool:
         pids = [pid for pid in _all_pids() if pid != os.getpid() and is_meant(pid)]
         for pid in pids:

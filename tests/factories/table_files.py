@@ -20,7 +20,6 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def lines_of(rows: Iterable[object]) -> bytes:
-    """JSON lines; a row that is a text is a line as it is."""
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
 
 

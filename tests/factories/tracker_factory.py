@@ -36,14 +36,11 @@ def tracker_order(**changes: Any) -> TrackerOrder:
 
 
 def tracker_environment(home: Path, **more: str) -> dict[str, str]:
-    """With a home of its own, in which nobody is logged in."""
     retained = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "SLURM"))}
     return {**retained, "HOME": str(home), **more}
 
 
 class Trackers:
-    """The trackers of a run directory, and what their supervisor's console shows."""
-
     def __init__(self, run_dir: Path, order: TrackerOrder, environment: dict[str, str]) -> None:
         self.stream = io.StringIO()
         self.stop = StopRequest()
@@ -85,12 +82,10 @@ class LoggedRun:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The definition of each series, by its name."""
         return {metric.name: metric for metric in self.of("metric") if metric.name}
 
     @property
     def summary(self) -> dict[str, Any]:
-        """As the updates leave it."""
         summary: dict[str, Any] = {}
         for update in self.of("summary"):
             summary.update(_items(update.update))

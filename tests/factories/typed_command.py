@@ -12,8 +12,6 @@ PLACES = ("SHARDWISE_CACHE", "SHARDWISE_SITE_CONFIG", "XDG_CACHE_HOME", "XDG_STA
 
 
 class Answer(NamedTuple):
-    """What a command ended with and printed."""
-
     code: int
     out: str
     err: str
@@ -28,19 +26,16 @@ Run = Callable[..., Answer]
 
 
 def write_rows(folder: Path) -> Path:
-    """A thousand rows of text."""
     rows = folder / "rows.txt"
     rows.write_text("a row of text\n" * 1000)
     return rows
 
 
 def in_empty_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting, no cache and no earlier run of whoever runs the tests is seen."""
     monkeypatch.setenv("HOME", str(home))
     for name in PLACES:
         monkeypatch.delenv(name, raising=False)
 
 
 def typed(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:
-    """`shardwise WORDS`."""
     return Answer(main([*words]), *capsys.readouterr())

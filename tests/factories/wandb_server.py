@@ -1,8 +1,4 @@
-"""A stand-in for wandb's server on this machine: keeps runs, their history, configs, summaries and views.
-
-It answers what wandb-core asks, and nothing else; a resumed run is told how many lines of history there are, and which
-step was the last.
-"""
+"""A stand-in for wandb's server on this machine: keeps runs, their history, configs, summaries and views."""
 
 import gzip
 import json
@@ -20,8 +16,6 @@ ENTITY = "somebody"
 
 @dataclass
 class StoredRun:
-    """What the server has of one run."""
-
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     history: dict[int, dict[str, Any]] = field(default_factory=dict)  # by offset
@@ -34,8 +28,6 @@ class StoredRun:
 
 @dataclass
 class WandbServer:
-    """What the server was sent."""
-
     url: str = ""
     runs: dict[str, StoredRun] = field(default_factory=dict)
     views: list[dict[str, Any]] = field(default_factory=list)
@@ -103,7 +95,6 @@ def _answer(server: WandbServer, operation: str, variables: dict[str, Any]) -> d
 
 @contextmanager
 def wandb_server() -> Iterator[WandbServer]:
-    """A server while the block runs."""
     server = WandbServer()
 
     def answer(request: Request) -> Response:

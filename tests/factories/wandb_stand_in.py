@@ -33,7 +33,6 @@ def init(**_settings):
 
 
 def write_stand_in(folder: Path, way: str) -> Path:
-    """The package in a folder of its own, for PYTHONPATH."""
     on_init, on_import = WAYS[way]
     proto = folder / "wandb" / "proto"
     proto.mkdir(parents=True)

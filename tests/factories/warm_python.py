@@ -1,9 +1,7 @@
 """A Python for tests whose processes are forks of one that has imported torch and transformers already.
 
-`start_warm_python` makes a folder like a virtual environment's `bin`, whose `python` takes 0.03 s instead of 7 s to
-have the libraries; as `sys.executable` it serves the tests and all that the product starts. tests/warm/server.py lists
-what is different in such a process. `WARM_PYTHON=0` in the environment of a process makes it and what it starts real
-interpreters, and so does the mark `cold` for a test. On a machine with a GPU nothing is forked: CUDA does not allow it.
+As `sys.executable` it serves the tests and all that the product starts; tests/warm/server.py lists what is different in
+such a process. `WARM_PYTHON=0` and the mark `cold` bring real interpreters. On a machine with a GPU nothing is forked.
 """
 
 import atexit
@@ -37,7 +35,6 @@ def start_warm_python() -> None:
 
 
 def _make_programs(folder: Path) -> None:
-    """`python` and the programs beside it, which run in it."""
     (folder / "bin").mkdir()
     python = folder / "bin" / "python"
     _write_program(python, REAL_PYTHON, "-I", "-S", _WARM / "stub.py", folder / "socket", REAL_PYTHON)
@@ -55,7 +52,6 @@ def _make_programs(folder: Path) -> None:
 
 
 def _start_server(folder: Path) -> None:
-    """The process that forks; it ends with this one, however this one ends."""
     without = ("HF_", "PYTHONPATH", "COVERAGE_")
     retained = {name: value for name, value in os.environ.items() if not name.startswith(without)}
     (folder / "home").mkdir()

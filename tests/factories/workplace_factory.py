@@ -23,8 +23,6 @@ SENTENCES = ("the cat sat on the mat", "a dog ran over the hill", "we plan befor
 
 
 class Workplace(NamedTuple):
-    """A working directory with a job, and an environment whose home is empty."""
-
     folder: Path
     environment: dict[str, str]
 
@@ -33,7 +31,6 @@ class Workplace(NamedTuple):
         return self.folder / "job.yaml"
 
     def write_job(self, **sections: object) -> None:
-        """Writes job.yaml: the small job, with whole sections replaced or merged."""
         job: dict[str, Any] = {
             "model": {"config": "model", "tokenizer": "train"},
             "data": {"train": "text", "eval": "20%"},
@@ -70,7 +67,6 @@ class Workplace(NamedTuple):
 
 
 def wait_for(condition: Callable[[], object], what: str, process: subprocess.Popen[Any] | None = None) -> None:
-    """Waits until `condition` holds; fails if that takes too long, or `process` ends before."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
@@ -79,7 +75,6 @@ def wait_for(condition: Callable[[], object], what: str, process: subprocess.Pop
 
 
 def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The last line of each step."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {int(row["step"]): row for row in rows}
 
@@ -107,7 +102,6 @@ _THINGS = ("cat", "dog", "hill", "mat", "plan", "train", "memory", "budget")
 
 
 def write_chats(path: Path, number: int) -> None:
-    """Short conversations about things and their places."""
     with path.open("w") as stream:
         for count in range(number):
             thing, other = _THINGS[count % 8], _THINGS[count // 8 % 8]

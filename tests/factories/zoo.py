@@ -1,9 +1,4 @@
-"""A small configuration, and a model with random weights, of every causal language model that transformers registers.
-
-The sizes are those of `trainer.simulation.miniature`, applied to the default configuration of the type: one block of
-each kind. `_FIELDS` has what a default configuration lacks, or what brings one more kind of block into it; `NOT_BUILT`
-the types that have no text decoder.
-"""
+"""A small configuration, and a model with random weights, of every causal model that transformers registers."""
 
 from functools import cache
 from types import MappingProxyType
@@ -76,7 +71,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def types() -> tuple[str, ...]:
-    """The model types of the installed transformers that have a causal language model here, sorted."""
     return tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT_BUILT)))
 
 

@@ -16,8 +16,6 @@ NOT_TRAINED = "not trained: "
 
 
 class Found(NamedTuple):
-    """What was found of a type."""
-
     finding: str  # `packed`, `not packed: REASON` or `not trained: REASON`
     ways: tuple[str, ...] = ()  # other than alone, with all weights, from rows that are no documents end to end
 
@@ -27,7 +25,6 @@ class Found(NamedTuple):
 
 
 def newest_outcome() -> Path:
-    """The newest committed outcome."""
     *_, newest = sorted((ROOT / "benchmarks" / "results").glob("test-long-zoo-*.json"))
     return newest
 

@@ -1,8 +1,4 @@
-"""Plans and runs of the zoo: a type is trained from a folder that transformers wrote, and by a plain loop beside it.
-
-The plain loop is PyTorch's AdamW on transformers' own model, one document a forward, without padding. Fields that make
-a forward random are zero in both.
-"""
+"""Plans and runs of the zoo: a type is trained from a folder that transformers wrote, and by a plain loop beside it."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -49,7 +45,6 @@ def config_without_noise(name: str) -> PreTrainedConfig:
 
 
 def write_miniature(name: str, folder: Path) -> Path:
-    """The miniature of a type, as transformers saves it."""
     model_of(name, config=config_without_noise(name), noise=0.02).save_pretrained(folder)
     return folder
 
@@ -87,7 +82,6 @@ def zoo_plan(base: Path, shape: ModelShape, rows: Path, sharding: Sharding = Sha
 
 
 def loaded(folder: Path, plan: Plan) -> PreTrainedModel:
-    """The model of a folder as transformers loads it; every weight is in the files, and nothing else."""
     settings = {"attn_implementation": attention_name(plan.chosen.attention), "output_loading_info": True}
     found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings)
     model, notes = found
@@ -135,7 +129,6 @@ def _plain_base(plan: Plan) -> PreTrainedModel:
 
 
 def _packed_layers(plan: Plan) -> Iterable[str]:
-    """Names, in the plain model, of the layers that the run holds in 4 bit."""
     model = build_model(plan)
     layers = {id(layer) for layer in quantised_layers(model)}
     return [path.removesuffix(".base_layer") for path, layer in model.named_modules() if id(layer) in layers]
@@ -153,7 +146,6 @@ def _round_to_4_bit(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def plain_losses(plan: Plan, model: nn.Module) -> list[float]:
-    """The loss of each step of the plain loop, which trains `model`."""
     return list(train_plainly(plan, model=model, mean_loss=_mean_loss(plan)).losses.values())
 
 

@@ -16,7 +16,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def card() -> "torch.device":
-    """The first GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,10 +1,7 @@
 """Packed rows on a GPU: no document sees another, on every attention path that a GPU has, and results are PyTorch's.
 
-Torch chooses the attention kernel that was planned, and Liger's kernels compute what plain torch does.
-
-FlashAttention 2 from the hub runs with whichever commit of a flash-attn2 kernel is in the hub's cache, on a machine
-that fetched one with `python -m shardwise.trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT`. With
-HF_HUB_OFFLINE=1 it needs no network.
+FlashAttention 2 from the hub runs with whichever commit of a flash-attn2 kernel is in the hub's cache
+(`python -m shardwise.trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT` fetches one).
 """
 
 import importlib.util
@@ -43,7 +40,6 @@ HUB_KERNEL = "kernel of the hub"
 
 @pytest.fixture(scope="module")
 def kernel(card: torch.device) -> str:
-    """The kernel of the cache, loaded."""
     if torch.cuda.get_device_capability(card) < (8, 0):
         pytest.skip("needs compute capability 8.0")
     if not is_kernels_available():
@@ -93,9 +89,7 @@ def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     ],
     ids=str,
 )  # fmt: skip
-def test_another_document_changes_no_logit_of_this_one(
-    implementation: str, dtype: torch.dtype, card: torch.device, request: pytest.FixtureRequest
-) -> None:
+def test_another_document_changes_no_logit_of_this_one(implementation, dtype, card, request):
     name = request.getfixturevalue("kernel") if implementation == HUB_KERNEL else implementation
     model = build(name, dtype, card).eval()
     with torch.no_grad():
@@ -114,9 +108,7 @@ def test_16_bit_rows_take_one_kernel_of_variable_length(card: torch.device) -> N
     assert document_kernels(model) == (VARLEN,)
 
 
-def test_the_kernel_of_the_hub_is_the_commit_that_was_named_and_computes_what_pytorchs_attention_does(
-    kernel: str, card: torch.device
-) -> None:
+def test_the_kernel_of_the_hub_is_the_commit_that_was_named_and_computes_what_pytorchs_attention_does(kernel, card):
     """Within the rounding of bf16, as two kernels differ."""
     found = []
     for implementation in (kernel, "sdpa"):
@@ -152,9 +144,7 @@ def test_torch_chooses_the_planned_kernel(dtype: torch.dtype, head_dim: int) -> 
     assert SDPBackend(chosen) == NAMES[kernel_for(query)] == attention_backend(query.device, dtype, head_dim)
 
 
-def test_a_model_with_ligers_kernels_has_the_logits_and_gradients_of_plain_torch(
-    card: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_ligers_kernels_has_the_logits_and_gradients_of_plain_torch(card, monkeypatch):
     if importlib.util.find_spec("liger_kernel") is None:
         pytest.skip("needs liger-kernel")
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)

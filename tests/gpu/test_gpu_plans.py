@@ -36,7 +36,6 @@ CARDS = {(10, 0): "1xB200", (9, 0): "1xH200", (8, 9): "1xL40S", (8, 0): "1xA100-
 
 
 def card(case: GpuCase):
-    """The oldest card of the catalogue that a case runs on."""
     return machine(CARDS[case.capability], libraries=LIBRARIES)
 
 
@@ -55,9 +54,7 @@ def test_every_optimizer_and_recipe_and_every_engine_with_packed_rows_has_a_case
 
 
 @pytest.mark.parametrize("case", GPU_CASES, ids=[case.name for case in GPU_CASES])
-def test_no_rule_forbids_a_case_its_peak_is_predicted_and_it_can_be_started(
-    case: GpuCase, rows: Path, tmp_path: Path
-) -> None:
+def test_no_rule_forbids_a_case_its_peak_is_predicted_and_it_can_be_started(case, rows, tmp_path):
     plan = gpu_plan(case, rows, card(case))
     row = plan.chosen.strategy
     pin = {axis: getattr(row, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
@@ -106,5 +103,4 @@ def test_the_same_functions_start_and_read_a_run_on_a_cpu(tmp_path: Path) -> Non
     assert run.losses[-1] < run.losses[0]
     assert run.report.verified is not None and "documents" in run.report.verified.facts
     measured = run.report.measured.memory.peak_allocated_bytes
-    assert measured is not None
     assert run.plan.chosen.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.1)

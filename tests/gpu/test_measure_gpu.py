@@ -35,10 +35,8 @@ def test_a_gpu_has_every_figure_of_its_generation(card: torch.device) -> None:
     assert (rates.fp8_flops_per_s is not None) == (capability >= (8, 9))
     assert (rates.attention_flops_per_s is not None) == (capability >= (8, 0))
     assert None not in (rates.memory_bytes_per_s, rates.host_to_device_bytes_per_s, rates.device_to_host_bytes_per_s)
-    assert rates.matmul_flops_per_s is not None
     assert rates.fp32_flops_per_s is not None
     assert rates.matmul_flops_per_s > rates.fp32_flops_per_s
-    assert rates.memory_bytes_per_s is not None
     for to_device in (True, False):  # slower than copies on the card
         assert host_copy_bytes_per_s(card, 2**28, BUDGET_S, to_device=to_device) < rates.memory_bytes_per_s
     if capability >= (8, 0):  # by the flash kernel

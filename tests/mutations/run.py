@@ -3,15 +3,8 @@
     .venv/bin/python tests/mutations/run.py [--only ID ...] [--jobs 2] [--outcome FILE]
 
 The faults are the tables `[[fault]]` of tests/mutations/*.toml. First the nearest tests run once without any fault, and
-must be green. Then each fault is applied to a copy of the repository (hard links; the repository is never written to)
-and its nearest tests run there until the first fails:
-
-    caught     a test failed
-    survived   all tests passed: a hole in the tests
-    broken     nothing can be concluded: an error in collection, no test ran, a time limit, a dead process
-
-A Python that has imported torch and its libraries once is forked for each fault, before any product module is imported.
-Each fork ends all processes that its tests leave behind, also when the runner is killed.
+must be green. Then each runs in a copy of the repository with one fault (caught, survived, or broken: nothing can be
+concluded), in a fork of a Python that has imported torch and its libraries, but no product module.
 Exit code: 0 if at least 97 % are caught and none is broken, else 1; 2 for a fault that does not apply.
 """
 
@@ -59,8 +52,6 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One change of the product, and the tests that should notice it."""
-
     id: str
     file: str
     consequence: str
@@ -78,8 +69,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job came to."""
-
     outcome: str  # caught, survived or broken; of the baseline: green or red
     detail: str  # the test that failed, or why nothing can be concluded
     seconds: float
@@ -153,7 +142,6 @@ def run_copies(
 
 
 def _prepare(root: Path, place: Path, *, preload: bool) -> None:
-    """Copies the repository, from which the trees with faults are made, and imports what most tests need."""
     base = place / "base"
     shutil.copytree(root, base, ignore=_NOT_COPIED, symlinks=True)
     # By content: a fault may leave a file's size and second of change as they were.
@@ -184,7 +172,6 @@ def _preload(root: Path) -> None:
 
 
 def _baseline(faults: Sequence[Fault]) -> list[Job]:
-    """Every nearest test once, some files in one process."""
     by_file: dict[str, list[str]] = {}
     for test in sorted({test for fault in faults for test in fault.tests}):
         by_file.setdefault(test.partition("::")[0], []).append(test)  # pytest runs a test of a named file once
@@ -241,10 +228,7 @@ def _run_jobs(
 
 
 def _make_tree(base: Path, folder: Path, fault: Fault | None) -> None:
-    """The repository in `folder`/tree, by hard links; the file with the fault is a new one.
-
-    Without a fault it is `base` itself: pytest keeps its compiled test files there for all that follow.
-    """
+    """The repository in `folder`/tree, by hard links; the file with the fault is a new one."""
     folder.mkdir()
     if fault is None:
         (folder / "tree").symlink_to(base)
@@ -257,7 +241,6 @@ def _make_tree(base: Path, folder: Path, fault: Fault | None) -> None:
 
 
 def _fork(function: functools.partial[None]) -> int:
-    """Runs a function in a process that ends with it, and that is told when this one dies."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -332,8 +315,6 @@ def _run_tests(job: Job, folder: Path, *, root: Path) -> None:
 
 
 class _Record:
-    """A pytest plugin that keeps which test failed first and how many passed."""
-
     def __init__(self) -> None:
         self.failed = self.error = ""
         self.num_passed = 0
@@ -387,10 +368,7 @@ def _write_outcome(
 
 @contextmanager
 def _workplace() -> Iterator[Path]:
-    """A temporary folder, locked for as long as a process of this run lives; those of killed runs are removed.
-
-    Signals that end this process raise StoppedError.
-    """
+    """A temporary folder, locked for as long as a process of this run lives; those of killed runs are removed."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _raise_stopped)
     parent = Path(tempfile.gettempdir())

@@ -135,9 +135,7 @@ def test_parts_still_sum_to_the_peak_and_the_peak_is_still_the_largest_event(cho
 @pytest.mark.parametrize(
     ("ratios", "is_lower"), [([0.9], False), ([0.9, 0.9], False), ([0.9, 0.9, 0.9], True), ([0.85, 0.9, 0.95], False)]
 )
-def test_a_plan_asks_for_less_only_after_runs_that_agree_and_for_more_after_one(
-    chosen: Candidate, ratios: list[float], *, is_lower: bool
-) -> None:
+def test_a_plan_asks_for_less_only_after_runs_that_agree_and_for_more_after_one(chosen, ratios, is_lower):
     before = chosen.memory
     after = calibrate.corrected_memory(before, calibrate.Correction(peak=calibrate.factor_of(ratios)))
     assert (after.need_bytes < before.need_bytes) is is_lower
@@ -209,9 +207,7 @@ def test_a_setting_that_runs_show_not_to_fit_is_no_longer_taken() -> None:
         ("tiny", "1xCPU", {}, "within a factor of 2", "within 2 %"),
     ],
 )  # fmt: skip
-def test_without_a_run_a_plan_states_what_was_compared(
-    model: str, spec: str, pin: dict[str, Any], speed: str, peak: str
-) -> None:
+def test_without_a_run_a_plan_states_what_was_compared(model, spec, pin, speed, peak):
     (note,) = [note for note in plan_of(model, spec, pin=pin).notes if note.startswith("no run on this device")]
     assert note.endswith(f": expect tokens/s {speed}, peak memory {peak}")
 

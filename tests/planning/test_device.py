@@ -140,9 +140,7 @@ def test_cpu_ranks_share_memory_and_cores_and_have_a_link() -> None:
         (("avx2",), 40 * 10**9, False), ((), 20 * 10**9, False),
     ],
 )  # fmt: skip
-def test_the_rate_and_the_sums_of_a_cpu_follow_its_vectors(
-    flags: tuple[str, ...], flops_per_core: int, sums_bf16_apart: bool
-) -> None:
+def test_the_rate_and_the_sums_of_a_cpu_follow_its_vectors(flags, flops_per_core, sums_bf16_apart):
     device = device_of(machine("1xCPU", host=replace(CPU_HOST, cpu_flags=flags)))
     assert device.matmul_flops_per_s == 4 * flops_per_core
     assert device.is_matmul_assumed

@@ -1,7 +1,4 @@
-"""What an expert would take, machine by machine, argued in docs/choices.md.
-
-The claims are about the choice, never about its bytes or seconds: those move with the formulas.
-"""
+"""What an expert would take, machine by machine, argued in docs/choices.md."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -55,9 +52,7 @@ def plans_are_made_once() -> Iterator[None]:
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
-def test_an_expert_would_take_the_same(
-    case: Case, method: Method, shardings: set[Sharding], offload: Offload, checkpointings: set[Checkpointing]
-) -> None:
+def test_an_expert_would_take_the_same(case, method, shardings, offload, checkpointings):
     chosen = case.plan().chosen
     assert (chosen.method, chosen.strategy.offload) == (method, offload)
     assert chosen.strategy.sharding in shardings and chosen.checkpointing in checkpointings
@@ -107,9 +102,7 @@ def test_the_own_choice_is_never_slower_than_what_others_published(run: Publishe
 @pytest.mark.parametrize(
     ("case", "offload"), [(WITHIN_8_GB[0], Offload.NVME_ALL), (WITHIN_8_GB[1], Offload.OPTIMIZER_PARAMS)]
 )
-def test_seven_billion_parameters_train_within_8_gb_and_the_plan_says_what_that_takes(
-    case: Case, offload: Offload
-) -> None:
+def test_seven_billion_parameters_train_within_8_gb_and_the_plan_says_what_that_takes(case, offload):
     plan = case.plan()
     chosen = plan.chosen
     assert (chosen.method, chosen.strategy.offload, chosen.strategy.is_exact) == (Method.FULL, offload, True)

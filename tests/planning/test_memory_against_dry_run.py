@@ -1,15 +1,8 @@
 """The closed form against dry runs of our own runtime: peak and steady bytes, for every architecture that is claimed.
 
-The rows of tests/golden/dry_run.jsonl are what one rank of the runtime allocates on a device that is not there, every
-operation included. A dry run has no cuBLAS, so its workspaces are taken off the prediction.
-
-Rows of ZeRO are what DeepSpeed's own engine allocates there. What it holds between steps, at the end of the forward and
-in the optimizer's step is held to the closed form, which is exact but for a tensor that lies across the end of a
-partition: its gradient is kept whole. Its buckets in the backward are predicted to a tenth.
-
-Left out is one moment of tied heads: autograd adds the gradients of head and embedding in place, but never where
-tensors are fake, so a dry run that peaks there counts a table that a device does not hold (`test_memory_techniques`
-holds that moment to what the allocator of a real one sees).
+The rows of tests/golden/dry_run.jsonl are what one rank allocates on a device that is not there, without cuBLAS. For
+ZeRO all but its buckets in the backward is exact. Left out is one moment of tied heads, where a dry run counts a table
+that a device does not hold (`test_memory_techniques` has that moment by the allocator of a real one).
 """
 
 from statistics import median

@@ -37,9 +37,7 @@ def plan_with(model: str, spec: str, method: Method, *allow: Allowance) -> Plan:
 
 
 @pytest.mark.parametrize(("model", "spec", "method"), CASES)
-def test_an_opt_in_is_what_a_plan_with_it_would_choose(
-    model: str, spec: str, method: Method, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_opt_in_is_what_a_plan_with_it_would_choose(model, spec, method, monkeypatch):
     """Strategies that shard more, which are passed over, would change nothing."""
     plan = plan_with(model, spec, method)
     chosen, context, found = plan.chosen, context_of(plan), found_in(plan)

@@ -206,9 +206,7 @@ IN_BACKWARD: dict[str, Any] = {"method": Method.FULL, "allow": UPDATES, "tokens_
         ("8b", machine("1xRTX-4090", ram_bytes=40 * GIB), IN_BACKWARD, r"would fit: train.tokens_per_step: 2048, or "),
     ],
 )  # fmt: skip
-def test_what_is_in_the_way_is_named_with_what_would_do(
-    model: str, hardware: Any, facts: dict[str, Any], words: str
-) -> None:
+def test_what_is_in_the_way_is_named_with_what_would_do(model, hardware, facts, words):
     with pytest.raises(NothingFitsError, match=words):
         plan_of(model, hardware, **facts)
 
@@ -217,7 +215,6 @@ def test_where_host_ram_is_unknown_the_amount_that_would_do_is_named_and_does() 
     with pytest.raises(NothingFitsError) as error:
         plan_of("8b", machine("2xRTX-3090", ram_bytes=None), method=Method.FULL)
     found = re.search(r"limits.host_ram: (\d+) GiB, if a node has it", str(error.value))
-    assert found is not None
     enough = int(found[1])
     chosen = plan_of("8b", machine("2xRTX-3090", ram_bytes=enough * GIB), method=Method.FULL).chosen
     assert chosen.strategy.offload is not Offload.NONE
@@ -234,9 +231,7 @@ def test_where_host_ram_is_unknown_the_amount_that_would_do_is_named_and_does() 
         ("70b", "3xA100-SXM4-80GB", Sharding.FSDP, 24, "3x8xA100-SXM4-80GB"),
     ],
 )
-def test_the_number_of_cards_that_is_offered_suffices(
-    model: str, spec: str, sharding: Sharding, number: int, larger: str
-) -> None:
+def test_the_number_of_cards_that_is_offered_suffices(model, spec, sharding, number, larger):
     context, strategy = context_for(model, spec), ROWS[f"{sharding}/bf16-mixed/adamw_fused"]
     assert memory_remedy(context, least_need(context, strategy)) == f"{number} such GPUs"
     assert best_candidate(context_for(model, larger), strategy) is not None
@@ -337,10 +332,7 @@ def test_what_is_pinned_is_taken_and_kept(model: str, spec: str, pin: dict[str, 
 
 
 def test_auto_takes_the_first_method_within_the_limits() -> None:
-    """8B on 24 GB: with state in host RAM while the clock allows it, else the next method that is fast enough.
-
-    Of the methods that are left QLoRA keeps its base on the card, where LoRA would stream it.
-    """
+    """8B on 24 GB: with state in host RAM while the clock allows it, else the next method that is fast enough."""
     small = machine("1xRTX-4090", ram_bytes=64 * GIB)
     assert plan_of("8b", small).chosen.method is Method.LORA
     large = machine("1xRTX-4090", ram_bytes=512 * GIB)
@@ -373,10 +365,7 @@ def test_an_uncertain_prediction_must_be_faster_by_what_it_is_less_certain() -> 
 
 
 def test_cards_that_make_a_step_slower_or_a_plan_impossible_are_left_out() -> None:
-    """One row a step keeps one card busy; ranks with a row each may wait for gradients longer than they compute.
-
-    And eight ranks that load at once need more host RAM than four, of which two may be faster.
-    """
+    """One row a step keeps one card busy; ranks with a row each may wait for gradients longer than they compute."""
 
     def planned(model: str, hardware: Hardware, **facts: Any) -> Plan:
         return plan_on_enough_gpus(partial(plan_of, model, **facts), hardware)
@@ -424,9 +413,7 @@ def test_a_part_of_a_plan_is_what_the_whole_plan_has(model: str, spec: str) -> N
         ("1b", "8xL4", {"method": None, "hours": None, "seq_len": 512, "tokens_per_step": 2048, "tokens": 600_000_000}),
     ],
 )
-def test_what_cannot_be_faster_on_fewer_cards_is_not_searched_and_changes_nothing(
-    model: str, spec: str, facts: dict[str, Any]
-) -> None:
+def test_what_cannot_be_faster_on_fewer_cards_is_not_searched_and_changes_nothing(model, spec, facts):
     def whole(hardware: Hardware, **_: object) -> Plan:
         return plan_of(model, hardware, **facts)
 
@@ -438,7 +425,6 @@ def test_a_higher_cap_is_offered_where_the_card_has_more_and_suffices() -> None:
     with pytest.raises(NothingFitsError) as error:
         plan_of("1b", machine("1xH100-SXM5-80GB", vram_bytes=GIB), allow=())
     offered = re.search(r"limits\.vram \(or --vram\): (\d+) GiB", str(error.value))
-    assert offered is not None
     plan_of("1b", machine("1xH100-SXM5-80GB", vram_bytes=int(offered[1]) * GIB), allow=())
 
 

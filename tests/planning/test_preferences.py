@@ -76,9 +76,7 @@ EXTENSION = Extension(path="/mine.py", sha256="0", hooks=(Hook.LOSS,))
         ({"loss": LossHead.CHUNKED}, EXTENSION, data_of(), "pin.loss: chunked and the loss of extensions"),
     ],
 )  # fmt: skip
-def test_what_cannot_go_together_is_said_before_anything_runs(
-    pin: dict[str, Any], extension: Extension | None, data: DataProfile, message: str
-) -> None:
+def test_what_cannot_go_together_is_said_before_anything_runs(pin, extension, data, message):
     with pytest.raises(InputError, match=message):
         plan_of("1b", "1xH100-SXM5-80GB", job=job_of(pin=pin), data=data, extension=extension)
 

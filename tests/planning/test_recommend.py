@@ -29,7 +29,6 @@ def report_of(plan: Plan, *, peak_factor: float = 1.0, step_factor: float = 1.0,
     """The plan ran, and measured what was predicted, or so many times as much."""
     predicted = predicted_figures(plan.chosen)
     peak_bytes, step_s = predicted.memory.peak_allocated_bytes, predicted.speed.step_s
-    assert peak_bytes is not None and step_s is not None
     memory = replace(predicted.memory, peak_allocated_bytes=int(peak_factor * peak_bytes))
     measured = replace(predicted, memory=memory, speed=replace(predicted.speed, step_s=step_factor * step_s))
     return make_report(plan=plan.chosen, predicted=predicted, measured=measured, **changes)
@@ -120,9 +119,7 @@ def test_after_an_out_of_memory_nothing_is_said_of_room() -> None:
         ({"throttle": "temperature", "throttled_slowdown": 1.3}, ("temperature", "1.30x")),
     ],
 )
-def test_time_that_was_lost_is_told_with_what_it_is_worth(
-    plan: Plan, observed: dict[str, Any], facts: tuple[str, ...]
-) -> None:
+def test_time_that_was_lost_is_told_with_what_it_is_worth(plan, observed, facts):
     at_lr = replace(plan, schedule=replace(plan.schedule, lr=1e-5))
     (text,) = said(at_lr, **observed)
     assert all(fact in text for fact in facts)

@@ -36,7 +36,6 @@ def with_disks(spec: str, *disks: Disk) -> Hardware:
 
 
 def at(plan: Plan, every: int | None, *, max_share: float | None = None, steps: int = 40) -> Plan:
-    """The plan with another schedule of its saves."""
     schedule = replace(plan.schedule, num_steps=steps, checkpoint_every_steps=every, checkpoint_every_s=None)
     job = replace(
         plan.job, checkpoint=replace(plan.job.checkpoint, every=None if every is None else Every(steps=every))
@@ -102,7 +101,6 @@ def test_saves_in_the_background_cost_the_copy() -> None:
     plan = at(plan_of("1b", hardware, method=Method.FULL), 10)
     context, chosen = context_of(plan), plan.chosen
     volume = saved_volume(context, chosen, configuration_of(context, chosen), training_s=1.0)
-    assert volume is not None and volume.copied_s is not None
     time, size = run_time(context, chosen), chosen.memory.checkpoint_bytes
     assert time.saving == pytest.approx(3 * size / GIB + volume.copied_s) and 0 < volume.copied_s < size / GIB
 
@@ -136,7 +134,6 @@ def test_a_run_teaches_the_next_plan_its_start_up_and_the_rate_of_its_files() ->
     assert time.start_up == pytest.approx(8.0), "the median of the runs; a trial saves and exports nothing"
     assert time.export == pytest.approx(0.5)
     volume = saved_volume(context, chosen, configuration, training_s=time.steps + time.evaluation)
-    assert volume is not None and time.saving is not None
     assert time.saving >= (volume.waited.written + volume.waited.read) / (4 * MIB)
     assert not time.not_predicted and "without" not in text_of(first_screen(learned))
     assert "as measured in 2 runs on this device" in " ".join(explain_plan(learned, width=200).split())

@@ -45,9 +45,7 @@ def test_a_node_with_room_for_its_share_of_the_copy_saves_beside_its_work(spec: 
         (None, None, "the RAM of the host is not known"),
     ],
 )
-def test_who_waits_says_why_and_who_asks_for_it_gets_it_where_the_ram_is_not_known(
-    asked: bool | None, ram: int | None, reason: str
-) -> None:
+def test_who_waits_says_why_and_who_asks_for_it_gets_it_where_the_ram_is_not_known(asked, ram, reason):
     hardware = machine("1xH100-SXM5-80GB", ram_bytes=None if ram is None else ram * GIB)
     plan = replace(plan_of("1b", "1xH100-SXM5-80GB", method=Method.FULL), hardware=hardware)
     choice = choice_of(plan, asked=asked)

@@ -1,7 +1,4 @@
-"""The tracker on real tensors of the CPU, whose sizes are counted as they are; the model of the caching allocator.
-
-The traces of the allocator are short enough to be worked out by hand.
-"""
+"""The tracker on real tensors of the CPU, whose sizes are counted as they are; the model of the caching allocator."""
 
 from collections.abc import Sequence
 
@@ -116,9 +113,7 @@ def trace(*events: tuple[str, float]) -> list[TraceEvent]:
         ([("a", 0.5), ("b", 3), ("-b", 0), ("c", 0.5)], 3.5, 22),  # pools do not lend to each other
     ],
 )
-def test_what_is_reserved_for_a_trace(
-    events: Sequence[tuple[str, float]], allocated_mib: float, reserved_mib: float
-) -> None:
+def test_what_is_reserved_for_a_trace(events, allocated_mib, reserved_mib):
     done = replay(trace(*events))
     assert (done.peak_allocated_bytes / MIB, done.peak_reserved_bytes / MIB) == (allocated_mib, reserved_mib)
 

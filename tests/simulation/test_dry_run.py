@@ -121,9 +121,7 @@ def test_every_event_of_a_step_is_seen_in_order(results: dict[str, GoldenResult]
     ("name", "bytes_each"),
     [("none", 4 * 3), ("bf16", 2 * 3), ("fused", 4 * 3), ("ddp", 4 * 4)],  # DDP keeps its buckets
 )
-def test_between_steps_there_are_weights_and_two_moments(
-    results: dict[str, GoldenResult], name: str, bytes_each: int
-) -> None:
+def test_between_steps_there_are_weights_and_two_moments(results, name, bytes_each):
     result = results[name]
     assert result.num_parameters == PARAMETERS
     slack = 6 * 40 * ROUNDING  # step counters, too
@@ -175,9 +173,7 @@ def test_nf4_holds_half_a_byte_a_weight_and_its_scales(results: dict[str, Golden
 @pytest.mark.parametrize(
     ("quant", "bytes_each", "others"), [(Quant.NF4, 4, 0), (Quant.NF4_DQ, 1 + 4 / 256, 4 * 256)], ids=["nf4", "nf4-dq"]
 )
-def test_a_scale_has_four_bytes_or_doubly_quantised_one_and_its_share_of_another(
-    quant: Quant, bytes_each: float, others: int
-) -> None:
+def test_a_scale_has_four_bytes_or_doubly_quantised_one_and_its_share_of_another(quant, bytes_each, others):
     model, _ = build_on_meta(replace(BASE, method=Method.QLORA, quant=quant))
     layer = model.get_submodule("model.layers.0.mlp.up_proj.base_layer")
     scales = {name: buffer.nbytes for name, buffer in layer.named_buffers() if "scale" in name and name != "mean_scale"}
@@ -185,9 +181,7 @@ def test_a_scale_has_four_bytes_or_doubly_quantised_one_and_its_share_of_another
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
-def test_fsdp_divides_what_lasts_by_the_ranks_and_cuts_a_model_before_it_has_memory(
-    results: dict[str, GoldenResult], num_ranks: int
-) -> None:
+def test_fsdp_divides_what_lasts_by_the_ranks_and_cuts_a_model_before_it_has_memory(results, num_ranks):
     found = results[f"fsdp {num_ranks}"]
     assert 0 <= found.steady_allocated_bytes - 12 * PARAMETERS / num_ranks < 8 * 40 * ROUNDING
     assert 0 <= found.events["load"] - 4 * PARAMETERS / num_ranks <= 80 * ROUNDING

@@ -55,7 +55,6 @@ def request_of(case: Case) -> SimulationRequest:
 
 
 def measured(request: SimulationRequest) -> MemoryFigures:
-    """The second step, under torch's profiler."""
     torch.manual_seed(0)
     dtype = weight_type(request.precision)
     model = model_from_config(request.model_config, dtype=dtype, attention=request.attention)
@@ -101,9 +100,7 @@ LONG = (pytest.mark.long, pytest.mark.products)
     "name", [pytest.param(name, marks=() if name.startswith("latent") else LONG) for name in KINDS]
 )
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, pytest.param(FULL, marks=LONG)])
-def test_the_dry_run_sees_what_the_allocator_sees_of_every_kind_of_block(
-    name: str, checkpointing: Checkpointing
-) -> None:
+def test_the_dry_run_sees_what_the_allocator_sees_of_every_kind_of_block(name, checkpointing):
     request = SimulationRequest(
         model_config=KINDS[name], precision=FP32 if checkpointing is Checkpointing.NONE else MIXED, micro_batch=4,
         seq_len=128, checkpointing=checkpointing, loss=CHUNKED, device_kind=DeviceKind.CPU,

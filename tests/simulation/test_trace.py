@@ -38,7 +38,6 @@ def attention_of(name: str) -> Attention:
 
 
 def traced(name: str, cache: Path, **changes: Any) -> ModelShape:
-    """The shape of a small model with its traces, from a worker."""
     attention = attention_of(name)
     modes = tuple(
         Mode(method=method, compute_bytes=2, is_autocast=is_autocast, attention=attention)
@@ -50,7 +49,6 @@ def traced(name: str, cache: Path, **changes: Any) -> ModelShape:
 
 
 def traces_of(shape: ModelShape) -> TracedBlocks:
-    assert shape.traced is not None
     return shape.traced
 
 
@@ -79,9 +77,7 @@ def peak_errors(shape: ModelShape, requests: dict[str, SimulationRequest], folde
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name.startswith("sinks") else LONG) for name in KINDS])
-def test_the_peak_of_traced_blocks_is_within_2_percent_of_a_dry_run_of_the_whole_model(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_peak_of_traced_blocks_is_within_2_percent_of_a_dry_run_of_the_whole_model(name, tmp_path):
     shape = traced(name, tmp_path)
     assert len(traces_of(shape).order) == KINDS[name]["num_hidden_layers"]
     assert shape.loss_obstacle is None

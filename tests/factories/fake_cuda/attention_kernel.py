@@ -1,8 +1,4 @@
-"""FlashAttention for rows of several documents in plain torch, as the operators of torch that `varlen_attn` calls.
-
-Queries, keys and values are [tokens, heads, head size]; `bounds` are where documents begin and end. A log-sum-exp is
-[heads, tokens], as the kernel's. Keys and values may have fewer heads, each of which serves a group of queries.
-"""
+"""FlashAttention for rows of several documents in plain torch, as the operators of torch that `varlen_attn` calls."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,7 +11,6 @@ _LIBRARIES: list[torch.library.Library] = []  # registrations last as long as th
 
 
 def register() -> None:
-    """Registers both operators for the device."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _forward, "CUDA")
     library.impl("_flash_attention_backward", _backward, "CUDA")

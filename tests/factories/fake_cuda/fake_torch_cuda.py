@@ -1,9 +1,4 @@
-"""The stand-in for CUDA: gives a torch that was built without it a device `cuda`, as a machine file describes it.
-
-`device.cpp` makes the device: real tensors with CPU memory behind them, which know where they are. This module fills in
-what Python asks of a CUDA build: the functions of `torch._C` below `torch.cuda`, streams and events, NCCL (which is
-Gloo), and the kernels that CPUs lack. Not covered: other streams than one, kernels of a card, precision, speed, NVML.
-"""
+"""The stand-in for CUDA: gives a torch that was built without it a device `cuda`, as a machine file describes it."""
 
 import ctypes
 import logging
@@ -23,7 +18,6 @@ NCCL_VERSION = (2, 29, 3)
 
 
 def install() -> None:
-    """Installs the device in this process, once."""
     if hasattr(torch._C, "_cuda_getDeviceCount"):
         return
     machine = read_machine()
@@ -253,10 +247,7 @@ def _install_streams() -> None:
 
 
 def _install_bitsandbytes() -> None:
-    """bitsandbytes with its library for the CPU, whatever the device, and ordinary memory where it manages memory.
-
-    It chooses its library, and its kernels, by `torch.cuda.is_available()` when it is imported.
-    """
+    """bitsandbytes with its library for the CPU, whatever the device, and ordinary memory where it manages memory."""
     is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
     logging.disable(logging.WARNING)  # a CPU lacks a kernel, it says
     try:

@@ -1,8 +1,4 @@
-"""The machine that the stand-in pretends: read by the stand-in for torch.cuda and by the fake nvidia-smi alike.
-
-Standard library only, and nothing of the tests: both run in processes of their own. The file is named by
-FAKE_CUDA_MACHINE; tests write it with `cuda_stand_in.Machine`.
-"""
+"""The machine that the stand-in pretends: read by the stand-in for torch.cuda and by the fake nvidia-smi alike."""
 
 import os
 import pickle
@@ -38,8 +34,6 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Cards, their driver, and what the installed torch makes of them."""
-
     cards: tuple[Card, ...]
     driver: str = "580.105.08"
     cuda: str | None = "13.0"  # that torch was built for
@@ -53,7 +47,6 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """The machine of this process."""
     machine: Machine = pickle.loads(Path(os.environ[FILE]).read_bytes())
     return machine
 

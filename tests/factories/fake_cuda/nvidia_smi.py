@@ -1,8 +1,4 @@
-"""A program that answers as nvidia-smi does on the machine of FAKE_CUDA_MACHINE; `cuda_stand_in` puts it on PATH.
-
-Answered are the questions that the product asks: --query-gpu, --query-compute-apps, `topo -m`, `topo -p2p r`,
-`nvlink -s`, -L, and the table without arguments (the list of processes and of MIG slices alone).
-"""
+"""A program that answers as nvidia-smi does on the machine of FAKE_CUDA_MACHINE; `cuda_stand_in` puts it on PATH."""
 
 import sys
 from pathlib import Path
@@ -13,7 +9,6 @@ from machine import Card, Machine, read_machine, slice_uuid_of, uuid_of
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the answer; returns the exit code."""
     machine = read_machine()
     first = arguments[0] if arguments else ""
     if first.startswith("--query-gpu="):
@@ -51,7 +46,6 @@ def _print_cards(machine: Machine, fields: list[str], *, with_units: bool) -> in
 
 
 def _answers(machine: Machine, index: int, card: Card) -> dict[str, str]:
-    """What the card answers, by the name of the question."""
     return {
         "index": str(index),
         "uuid": f"GPU-{uuid_of(index)}",

@@ -1,7 +1,4 @@
-"""Gives every Python that has this folder on PYTHONPATH a device `cuda`, as soon as it has imported torch.
-
-A new interpreter runs this at its start, a fork of the warm process when it becomes what was asked for.
-"""
+"""Gives every Python that has this folder on PYTHONPATH a device `cuda`, as soon as it has imported torch."""
 
 import importlib.abc
 import importlib.machinery

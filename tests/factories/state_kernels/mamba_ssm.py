@@ -1,7 +1,4 @@
-"""Stand-in of the package `mamba-ssm` on a CPU: transformers' own operations, a document at a time.
-
-Kernels of Mamba take the numbers of documents in Mamba 2 alone.
-"""
+"""Stand-in of the package `mamba-ssm` on a CPU: transformers' own operations, a document at a time."""
 
 import inspect
 from typing import Any

@@ -1,7 +1,4 @@
-"""The explanation holds what decided: the choice and its bytes, what was passed over, and every number or rule.
-
-And how many nodes are worth it, side by side.
-"""
+"""The explanation holds what decided: the choice and its bytes, what was passed over, and every number or rule."""
 
 import re
 from typing import Any
@@ -289,7 +286,6 @@ def test_figures_are_those_of_the_plan():
     one, four = (
         comparison.planned(nodes, plan_of("8b", f"{nodes}x8xA100-SXM4-80GB", tokens_per_step=2**20)) for nodes in (1, 4)
     )
-    assert one.totals is not None and four.totals is not None
     assert 3 < comparison.speedups([one, four])[4] < 4
     assert four.totals.hours < one.totals.hours
     assert four.totals.gpu_hours == pytest.approx(four.totals.hours * 32)

@@ -1,8 +1,6 @@
 """Today's planner beside peaks that were measured before: each line of tests/calibration/ is predicted again.
 
-Nothing runs, and torch is not needed: a line holds the job, the machine and what the run came to
-(`benchmarks/gpu.py --write`). A file of a rehearsal is of tiny models on a CPU, where a peak is what a profile adds up;
-with avx512_bf16 that has oneDNN's working space in it, 50 to 200 KiB of peaks of 1 to 4 MiB.
+A file of a rehearsal is of tiny models on a CPU; with avx512_bf16 its peaks have oneDNN's working space in them.
 """
 
 from pathlib import Path

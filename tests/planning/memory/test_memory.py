@@ -146,9 +146,7 @@ def test_parameter_offload_leaves_a_window_of_gathered_weights_on_the_device() -
 
 
 @pytest.mark.parametrize(("precision", "width", "to_fp32"), [(MIXED, 2, 4), (BF16, 2, 4), (FP32, 4, 0)])
-def test_zero_2_reduces_from_two_buckets_and_converts_one_to_fp32(
-    precision: Precision, width: int, to_fp32: int
-) -> None:
+def test_zero_2_reduces_from_two_buckets_and_converts_one_to_fp32(precision, width, to_fp32):
     dims = dims_of(LLAMA_8B)
     chosen = configuration(Sharding.ZERO2, precision=precision, num_ranks=8)
     bucket, largest = 4096 * 4096, 128256 * 4096  # the largest gradient is copied into a bucket
@@ -194,9 +192,7 @@ def test_a_tied_head_needs_another_table_when_gradients_are_complete() -> None:
         ("1xV100-32GB", Precision.FP16_MIXED, LLAMA_2_7B, AttentionKernel.EFFICIENT),
     ],
 )
-def test_the_attention_kernel_depends_on_chip_and_type(
-    spec: str, precision: Precision, shape: ModelShape, kernel: AttentionKernel
-) -> None:
+def test_the_attention_kernel_depends_on_chip_and_type(spec, precision, shape, kernel):
     assert attention_kernel(configuration(precision=precision), gpu(spec), dims_of(shape)) is kernel
 
 

@@ -32,8 +32,6 @@ A100S = gpu()
 
 
 class Row(NamedTuple):
-    """Bytes of one rank; what is not named is zero."""
-
     chosen: dict[str, Any]
     weights: float
     gradients: float
@@ -197,9 +195,7 @@ def test_temporaries_of_an_optimizer_step(chosen: dict[str, Any], num_bytes: int
     ("optimizer", "precision", "copies"),
     [(Optimizer.PAGED_ADAMW, FP32, 3), (Optimizer.PAGED_ADAMW, BF16, 4), (Optimizer.ADAMW_8BIT, FP32, 5)],
 )
-def test_without_a_kernel_state_goes_through_fp32_copies_of_one_tensor(
-    optimizer: Optimizer, precision: Precision, copies: int
-) -> None:
+def test_without_a_kernel_state_goes_through_fp32_copies_of_one_tensor(optimizer, precision, copies):
     chosen = configuration(optimizer=optimizer, precision=precision)
     on_cpu, on_gpu = states(chosen, cpu()), states(chosen)
     assert [each.optimizer_temporaries for each in (on_cpu, on_gpu)] == [copies * 4 * V * H, 0]

@@ -40,9 +40,7 @@ def on_device(found: States) -> int:
 
 
 @given(SHAPES, configurations_of(), DEVICES)
-def test_parts_sum_to_the_peak_no_term_is_negative_and_figures_are_ordered(
-    shape: ModelShape, chosen: Configuration, device: Device
-) -> None:
+def test_parts_sum_to_the_peak_no_term_is_negative_and_figures_are_ordered(shape, chosen, device):
     found = estimate_memory(shape, chosen, device)
     assert sum(found.parts.values()) == found.peak_allocated_bytes == max(found.events.values())
     assert found.events[found.peak_event] == found.peak_allocated_bytes
@@ -58,9 +56,7 @@ def test_parts_sum_to_the_peak_no_term_is_negative_and_figures_are_ordered(
 
 
 @given(SHAPES, configurations_of(), DEVICES)
-def test_longer_rows_and_larger_micro_batches_never_need_less(
-    shape: ModelShape, chosen: Configuration, device: Device
-) -> None:
+def test_longer_rows_and_larger_micro_batches_never_need_less(shape, chosen, device):
     found = estimate_memory(shape, chosen, device)
     longer = estimate_memory(shape, replace(chosen, seq_len=2 * chosen.seq_len), device)
     larger = estimate_memory(shape, replace(chosen, micro_batch=chosen.micro_batch + 1), device)
@@ -69,9 +65,7 @@ def test_longer_rows_and_larger_micro_batches_never_need_less(
 
 
 @given(SHAPES, configurations_of(), DEVICES)
-def test_more_ranks_never_need_more_state_each_and_any_rise_is_a_buffer_with_a_name(
-    shape: ModelShape, chosen: Configuration, device: Device
-) -> None:
+def test_more_ranks_never_need_more_state_each_and_any_rise_is_a_buffer_with_a_name(shape, chosen, device):
     """FSDP2 pads what does not divide: 8 experts over 64 ranks are gathered and reduced as 64."""
     if chosen.strategy.sharding is Sharding.NONE:
         return
@@ -93,9 +87,7 @@ def test_more_ranks_never_need_more_state_each_and_any_rise_is_a_buffer_with_a_n
 
 
 @given(SHAPES, configurations_of(), DEVICES, st.sampled_from([2, 8, 64]))
-def test_each_stage_of_zero_holds_no_more_state_than_the_one_before(
-    shape: ModelShape, chosen: Configuration, device: Device, num_ranks: int
-) -> None:
+def test_each_stage_of_zero_holds_no_more_state_than_the_one_before(shape, chosen, device, num_ranks):
     held = []
     for sharding in SHARDED:
         strategy = replace(chosen.strategy, sharding=sharding, offload=Offload.NONE)
@@ -133,9 +125,7 @@ def events_of(shape: ModelShape, chosen: Configuration, device: Device) -> dict[
 
 
 @given(SHAPES, configurations_of(), DEVICES)
-def test_any_rise_over_one_rank_is_a_buffer_with_a_name(
-    shape: ModelShape, chosen: Configuration, device: Device
-) -> None:
+def test_any_rise_over_one_rank_is_a_buffer_with_a_name(shape, chosen, device):
     """At every event, all terms but the buffers of the engine are no larger than without it."""
     if chosen.strategy.sharding is Sharding.NONE or chosen.strategy.offload is not Offload.NONE:
         return
@@ -174,9 +164,7 @@ def test_offload_never_holds_more_state_on_the_device_nor_raises_the_peak_but_fo
 
 
 @given(SHAPES, configurations_of(), DEVICES)
-def test_activation_offload_moves_bytes_to_pinned_host_ram(
-    shape: ModelShape, chosen: Configuration, device: Device
-) -> None:
+def test_activation_offload_moves_bytes_to_pinned_host_ram(shape, chosen, device):
     with_it, without = (
         activations_of(shape, replace(chosen, activation_offload=each), device) for each in (True, False)
     )

@@ -1,7 +1,4 @@
-"""Other trainers are the same formulas with another row of recipe values; each value moves the bytes that it is of.
-
-Their published runs are compared in test_accuracy.
-"""
+"""Other trainers are the same formulas with another row of recipe values; each value moves the bytes that it is of."""
 
 import pytest
 from estimate_factory import LLAMA_8B, MISTRAL_7B, configuration, gpu

@@ -1,7 +1,4 @@
-"""The page says what the text says, needs nothing but itself, and whatever a person named is only text in it.
-
-Known points give known paths; what is no figure leaves a gap, and leaving points out loses nothing high or low.
-"""
+"""The page says what the text says, needs nothing but itself, and whatever a person named is only text in it."""
 
 import base64
 import hashlib
@@ -234,7 +231,6 @@ def test_ticks_are_round_in_the_unit_they_are_written_in() -> None:
 
 def test_axes_hold_every_line_and_band_and_a_line_that_does_not_begin_at_zero_fills_them() -> None:
     axes = page_html.axes_of(chart(((1, 2.0), (3, 4.0)), ((2, 6.0),), bands=(Span(begin=0, end=5, text="b"),)))
-    assert axes is not None
     assert (axes.left, axes.right, axes.bottom) == (0, 5, 0) and axes.top == pytest.approx(6.3)
     axes = page_html.axes_of(chart(((0, 4.0), (1, 8.0)), from_zero=False))
     assert axes is not None and (axes.bottom, axes.top) == pytest.approx((3.8, 8.2))

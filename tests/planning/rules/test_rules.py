@@ -275,9 +275,7 @@ def test_a_row_may_run_where_no_rule_refuses_it(spec: str) -> None:
         ("1xT4", {"shape": GEMMA}, {"pin": {"precision": Precision.FP16_MIXED}}, "none/fp16-mixed/adamw_fused"),
     ],
 )
-def test_a_pin_or_a_limit_of_the_job_opens_what_would_be_refused_without(
-    spec: Any, facts: dict[str, Any], given: dict[str, Any], row: str
-) -> None:
+def test_a_pin_or_a_limit_of_the_job_opens_what_would_be_refused_without(spec, facts, given, row):
     assert refuse(context_for("tiny", spec, **facts), ROWS_BY_NAME[row]) is not None
     assert refuse(context_for("tiny", spec, **facts, **given), ROWS_BY_NAME[row]) is None
 
@@ -292,12 +290,9 @@ def test_a_pin_or_a_limit_of_the_job_opens_what_would_be_refused_without(
          "none/bf16-mixed/lomo", None),
     ],
 )  # fmt: skip
-def test_a_pinned_setting_refuses_the_rows_that_cannot_serve_it(
-    spec: str, pin: dict[str, Any], rule: str, refused: str, taken: str | None
-) -> None:
+def test_a_pinned_setting_refuses_the_rows_that_cannot_serve_it(spec, pin, rule, refused, taken):
     context = context_for("8b", spec, pin=pin, tokens_per_step=65536)
     refusal = refuse(context, ROWS_BY_NAME[refused])
-    assert refusal is not None
     assert refusal.rule == rule
     if taken is not None:
         assert refuse(context, ROWS_BY_NAME[taken]) is None
@@ -311,9 +306,7 @@ def test_a_pinned_setting_refuses_the_rows_that_cannot_serve_it(
          r"pin\.sharding: fsdp, pin\.optimizer: muon.*whole matrices"),
     ],
 )  # fmt: skip
-def test_a_pin_that_no_row_serves_is_an_error_with_its_reason(
-    model: str, spec: str, pin: dict[str, Any], words: str
-) -> None:
+def test_a_pin_that_no_row_serves_is_an_error_with_its_reason(model, spec, pin, words):
     with pytest.raises(InputError, match=words):
         check_pins(context_for(model, spec, pin=pin))
 
@@ -348,7 +341,6 @@ def test_a_plan_states_what_it_writes_to_nvme() -> None:
 def test_a_rule_of_the_job_reads_the_one_setting_that_it_names(rule: Rule, spec: str, method: Method) -> None:
     """`broken_by_job` applies it once for all rows with one value of that setting."""
     context = context_for("tiny", spec, method=method, job=job_of(allow=()))
-    assert rule.axis is not None
     verdicts: dict[str, bool] = {}
     for row in CATALOGUE:
         is_broken = rule.is_broken(context, row)

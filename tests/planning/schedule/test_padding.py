@@ -1,7 +1,4 @@
-"""Rows of unequal length: the longest decides memory, the average time, and padding is no token learned from.
-
-An estimate from file sizes says that it is one, and loses no byte.
-"""
+"""Rows of unequal length: the longest decides memory, the average time, and padding is no token learned from."""
 
 import re
 from functools import partial
@@ -26,7 +23,6 @@ WIDTHS = tuple(
 
 
 def padded(**facts: Any) -> DataProfile:
-    """Documents of 196 tokens on average, the longest 1,500, in rows of at most 2,048."""
     return data_of(
         is_packed=False, longest_row=1500, num_documents=10_000, mean_document_tokens=196.0, mean_cut_tokens=196.0,
         documents=LengthHistogram(edges=(256, 1500), counts=(9_000, 1_000)), batch_widths=WIDTHS, **facts,
@@ -79,9 +75,7 @@ def test_a_plan_for_short_rows_takes_larger_micro_batches_than_for_full_ones() -
         ({"batch_widths": ()}, 4, ()),
     ],
 )
-def test_a_plan_says_what_padding_costs_and_packing_saves(
-    facts: dict[str, Any], micro_batch: int, figures: tuple[str, ...]
-) -> None:
+def test_a_plan_says_what_padding_costs_and_packing_saves(facts, micro_batch, figures):
     sentences = data_text(replace(padded(), **facts), micro_batch)
     for sentence, expected in zip(sentences, figures, strict=True):
         assert re.search(expected, sentence)

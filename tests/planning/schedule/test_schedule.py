@@ -150,9 +150,7 @@ def test_a_stated_batch_or_length_is_never_moved_and_a_pinned_micro_batch_has_ro
         (DataFormat.PREFERENCE, False, 65536, "preference training"),
     ],
 )
-def test_each_kind_of_run_has_its_own_default_batch(
-    shape: DataFormat, tokens: int, name: str, *, from_scratch: bool
-) -> None:
+def test_each_kind_of_run_has_its_own_default_batch(shape, tokens, name, from_scratch):
     made = default_schedule(data_of(num_rows=5 * 10**7, format=shape), from_scratch=from_scratch)  # 100G tokens
     assert made.tokens_per_step == tokens
     assert name in made.batch_source
@@ -195,9 +193,7 @@ def test_a_run_is_scored_ten_times_where_rows_are_held_out_and_saved_as_often_or
         ({"warmup": Warmup(steps=80), "steps": 100}, 1000, "train.warmup: auto"),
     ],
 )
-def test_a_run_that_changes_next_to_nothing_is_a_warning_with_what_mends_it(
-    facts: dict[str, Any], num_rows: int, remedy: str
-) -> None:
+def test_a_run_that_changes_next_to_nothing_is_a_warning_with_what_mends_it(facts, num_rows, remedy):
     job, data = job_of(**facts), data_of(num_rows=num_rows)
     (warning,) = idle_run_warnings(job, data, make_schedule(job, data, shape_of("8b")))
     assert remedy in warning

@@ -26,7 +26,6 @@ MACHINES = {
 
 
 def context_of(model: str, hardware: Hardware, kernel: str | None = None, **pin: object) -> PlanningContext:
-    """A context whose job may name a kernel of the hub."""
     job = job_of(seq_len=32, tokens_per_step=256, pin=pin)
     job = replace(job, model=replace(job.model, flash_kernel=kernel))
     return replace(context_for("tiny", hardware, job=job), shape=read_model_shape(CONFIGS[model]))

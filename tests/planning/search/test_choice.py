@@ -62,9 +62,7 @@ def test_no_row_that_is_passed_over_would_have_been_taken(model: str, spec: str,
     assert best_of(context, rows)[0] == best_of_all(context, rows)
 
 
-def test_rows_are_passed_over_and_one_that_is_slower_than_what_is_known_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_are_passed_over_and_one_that_is_slower_than_what_is_known_is_not_taken(monkeypatch):
     """Otherwise the test above would compare a thing with itself."""
     context = context_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
     rows, searched, limits = rows_of(context), [], []
@@ -77,7 +75,6 @@ def test_rows_are_passed_over_and_one_that_is_slower_than_what_is_known_is_not_t
 
     monkeypatch.setattr(choice, "best_configuration", counted)
     best, _ = best_of(context, rows)
-    assert best is not None
     assert 0 < len(searched) < len(rows)
     assert limits[0] == math.inf and all(math.isfinite(limit) for limit in limits[1:])
     seconds = seconds_of(context, best)

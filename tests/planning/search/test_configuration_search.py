@@ -25,7 +25,7 @@ from shardwise.trainer.planning.rules.rule import obstacle_to
 from shardwise.trainer.planning.search import configurations as search
 from shardwise.trainer.planning.search.fallbacks import fallbacks
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile
+from shardwise.trainer.spec.data.profile import BatchWidth
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import Allowance, DataFormat
@@ -65,7 +65,6 @@ def key_of(context: PlanningContext, configuration: Configuration) -> tuple[int,
 
 
 def every_setting(context: PlanningContext, strategy: Strategy) -> list[Configuration]:
-    """All that a row may be, buffers at their smallest."""
     return [
         configuration
         for checkpointing in search.checkpointings(context)
@@ -94,7 +93,6 @@ def every_setting(context: PlanningContext, strategy: Strategy) -> list[Configur
 
 @cache
 def settings_of(model: str, spec: str, row: str) -> dict[Configuration, MemoryEstimate]:
-    """All that a row may be on a machine, with the memory of each."""
     context = context_for(model, spec)
     return {each: predicted_memory(context, each) for each in every_setting(context, ROWS[row])}
 
@@ -106,9 +104,7 @@ def cut_to(model: str, spec: str, row: str, share: float) -> PlanningContext:
 
 
 def best_of(context: PlanningContext, row: str) -> Candidate:
-    best = search.best_candidate(context, ROWS[row])
-    assert best is not None
-    return best
+    return search.best_candidate(context, ROWS[row])
 
 
 def with_usable(model: str, spec: str, usable_bytes: int, **facts: Any) -> PlanningContext:
@@ -118,7 +114,6 @@ def with_usable(model: str, spec: str, usable_bytes: int, **facts: Any) -> Plann
 
 
 def fitting_sizes(context: PlanningContext, start: Configuration) -> list[int]:
-    """The micro batches of a start that fit, ascending."""
     groups = search.by_accumulation(context, start, search.micro_batches(context))
     return sorted(configuration.micro_batch for group in groups for configuration in search.fitting(context, group))
 
@@ -152,9 +147,7 @@ def test_every_micro_batch_that_fits_is_found(model: str, spec: str, row: str, s
 
 @pytest.mark.parametrize("data", [None, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)
-def test_nothing_that_fits_is_faster_than_what_is_taken(
-    model: str, spec: str, row: str, data: DataProfile | None
-) -> None:
+def test_nothing_that_fits_is_faster_than_what_is_taken(model, spec, row, data):
     """Branch and bound gives what trying everything gives, on a device that is cut to where most settings fit."""
     context = replace(cut_to(model, spec, row, 0.7), data=data)
     least = min(
@@ -208,13 +201,8 @@ def pinned_to(context: PlanningContext, **pin: Any) -> PlanningContext:
 
 
 @pytest.mark.parametrize(("seq_len", "taken"), [(16384, Checkpointing.SELECTIVE), (1024, Checkpointing.FULL)])
-def test_selective_recomputation_is_taken_where_only_it_fits_and_the_host_is_fast_enough(
-    seq_len: int, taken: Checkpointing
-) -> None:
-    """On a card that holds one row with it and no byte more.
-
-    It asks Python about every operator, which on short rows takes longer than the products it keeps.
-    """
+def test_selective_recomputation_is_taken_where_only_it_fits_and_the_host_is_fast_enough(seq_len, taken):
+    """On a card that holds one row with it and no byte more."""
     row, pin = "none/bf16-mixed/adamw_fused", {"micro_batch": 1, "compile": False}
     facts: dict[str, Any] = {"pin": pin, "allow": (), "seq_len": seq_len}
     whole = context_for("1b", "1xA100-SXM4-80GB", **facts)
@@ -257,16 +245,12 @@ def test_an_update_inside_the_backward_pass_is_searched_where_the_job_allows_gra
         return search.best_candidate(with_usable("1b", "1xA100-SXM4-80GB", usable_bytes, allow=allow, **facts), row)
 
     roomy, unclipped = taken(exact, 80 * GIB, Allowance.UNCLIPPED), Allowance.UNCLIPPED
-    assert roomy is not None
     assert roomy.is_exact
     least = search.least_need(context_for("1b", "1xA100-SXM4-80GB", allow=(), **facts), exact).memory.need_bytes
     assert taken(exact, least - 1) is None
     tight = taken(exact, least - 1, unclipped)
-    assert tight is not None
     assert (tight.optimizer_in_backward, tight.is_exact, tight.accumulation) == (True, False, 1)
     clipped, free = taken(rounded, 12 * GIB), taken(rounded, 12 * GIB, unclipped)
-    assert clipped is not None
-    assert free is not None
     assert free.speed.step_s <= clipped.speed.step_s * (1 + search.SAME_SPEED)
 
 
@@ -282,15 +266,12 @@ def test_an_update_inside_the_backward_pass_takes_a_ranks_whole_share_at_once(ro
     context = context_for("1b", "1xA100-SXM4-80GB", pin=pin)
     share = context.sequences_per_rank
     for candidate in (search.best_candidate(context, ROWS[row]), search.least_need(context, ROWS[row])):
-        assert candidate is not None
         assert (candidate.micro_batch, candidate.accumulation) == (share, 1)
         assert all(lower.accumulation == 1 for lower in fallbacks(context, (candidate,)))
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)
-def test_the_need_alone_is_the_need_of_the_whole_prediction_and_the_least_is_the_least(
-    model: str, spec: str, row: str
-) -> None:
+def test_the_need_alone_is_the_need_of_the_whole_prediction_and_the_least_is_the_least(model, spec, row):
     """And so is the host RAM."""
     context, settings = context_for(model, spec), settings_of(model, spec, row)
     for configuration, memory in settings.items():

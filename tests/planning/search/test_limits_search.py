@@ -43,9 +43,7 @@ def fits(context: PlanningContext, candidate: Candidate, **changes: Any) -> bool
 
 
 @pytest.mark.parametrize(("model", "hardware"), CASES)
-def test_the_longest_sequence_and_the_largest_batch_fit_and_one_step_more_does_not(
-    model: str, hardware: Hardware
-) -> None:
+def test_the_longest_sequence_and_the_largest_batch_fit_and_one_step_more_does_not(model, hardware):
     by_method = contexts(model, hardware)
     steps = limits.longest_sequences(by_method)
     assert {step.method for step in steps} >= {Method.LORA, Method.QLORA}

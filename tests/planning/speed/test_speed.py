@@ -63,9 +63,7 @@ SHAPES = st.sampled_from([TINY, LLAMA_8B])
 
 
 @given(SHAPES, SETTINGS, DEVICES)
-def test_parts_are_times_that_sum_to_the_step_and_none_is_faster_than_the_peak_of_the_device(
-    shape: ModelShape, chosen: Any, device: Device
-) -> None:
+def test_parts_are_times_that_sum_to_the_step_and_none_is_faster_than_the_peak_of_the_device(shape, chosen, device):
     found = estimate_speed(shape, chosen, device)
     assert sum(found.parts.values()) == pytest.approx(found.step_s, rel=1e-9)
     assert all(seconds >= -1e-9 for seconds in found.parts.values())
@@ -122,9 +120,7 @@ COLLECTIVE_BYTES: list[tuple[Sharding, int, str, dict[str, Any], float]] = [  # 
 
 
 @pytest.mark.parametrize(("sharding", "num_ranks", "slow", "more", "per_parameter"), COLLECTIVE_BYTES)
-def test_a_slow_link_is_paid_for_every_byte_that_a_sharding_moves(
-    sharding: Sharding, num_ranks: int, slow: str, more: dict[str, Any], per_parameter: float
-) -> None:
+def test_a_slow_link_is_paid_for_every_byte_that_a_sharding_moves(sharding, num_ranks, slow, more, per_parameter):
     nodes = f"{num_ranks // 8}x8" if num_ranks > 8 else str(num_ranks)
     device = replace(gpu(f"{nodes}xA100-SXM4-80GB"), **{slow: 10**7})
     found = seconds(LLAMA_8B, device, sharding=sharding, num_ranks=num_ranks, seq_len=128, **more)["communication_s"]
@@ -309,9 +305,7 @@ def test_the_host_updates_what_is_offloaded_as_fast_as_its_software() -> None:
         ("1xT4", "Intel(R) Core(TM) i7-8700 CPU @ 3.20GHz", 12, constants.DDR4_ADAM_BYTES_PER_S, True),
     ],
 )
-def test_a_host_updates_no_more_than_its_cores_and_memory_channels_move(
-    spec: str, cpu_name: str | None, num_cores: int | None, adam: float, *, is_desktop: bool
-) -> None:
+def test_a_host_updates_no_more_than_its_cores_and_memory_channels_move(spec, cpu_name, num_cores, adam, is_desktop):
     host = replace(UNKNOWN_HOST, cpu_name=cpu_name, num_cores=num_cores)
     rates = rates_of(configuration(), device_of(replace(hardware_from_spec(spec, local_host=lambda: host), host=host)))
     assert rates.host_adam == adam
@@ -374,9 +368,7 @@ def test_replicas_of_hybrid_sharding_share_no_offloaded_state() -> None:
         ({"nvme_bytes_per_s": 10**8}, "offload_s", {"offload": Offload.NVME_OPTIMIZER}),
     ],
 )
-def test_each_measured_rate_replaces_its_share_of_the_datasheet(
-    measured: dict[str, int], part: str, fields: dict[str, Any]
-) -> None:
+def test_each_measured_rate_replaces_its_share_of_the_datasheet(measured, part, fields):
     rated, chosen = gpu("2xH100-SXM5-80GB"), {"sharding": Sharding.ZERO3, "num_ranks": 2, **fields}
     found = [seconds(LLAMA_8B, device, **chosen)[part] for device in (replace(rated, **measured), rated)]
     assert found[0] > 2 * found[1]

@@ -1,8 +1,4 @@
-"""Predicted throughputs against measured ones, of rows that no constant was fitted on; the documented constants.
-
-Other people's software and machines: what is tested is that formulas, datasheet rates and the constants of one table
-land where real machines do, with the accuracy that docs/speed-model.md states.
-"""
+"""Predicted throughputs against measured ones, of rows that no constant was fitted on; the documented constants."""
 
 import re
 from pathlib import Path
@@ -118,9 +114,7 @@ CONSUMER = [
 
 
 @pytest.mark.parametrize(("card", "method", "sharding", "micro_batch", "seconds"), CONSUMER)
-def test_cards_for_games_are_met_within_a_quarter(
-    card: str, method: str, sharding: str, micro_batch: int, seconds: float
-) -> None:
+def test_cards_for_games_are_met_within_a_quarter(card, method, sharding, micro_batch, seconds):
     train = {
         "method": method, "sharding": sharding, "precision": "bf16", "micro_batch": micro_batch, "seq_len": 2048,
         "checkpointing": "full", "attention": "sdpa", "lora_rank": 64,

@@ -1,7 +1,4 @@
-"""The rows of the catalogue: published figures, plausible ones, laptop GPUs at their power, MIG slices.
-
-Cards without a row are rated by what their driver reports, near the datasheet where there is one to compare.
-"""
+"""The rows of the catalogue: published figures, plausible ones, laptop GPUs at their power, MIG slices."""
 
 from typing import Any
 
@@ -67,9 +64,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("name", "fp32", "tf32", "fp16", "fp8", "gb_per_s"), PUBLISHED)
-def test_peaks_that_follow_from_the_chip_are_those_of_the_datasheet(
-    name: str, fp32: float, tf32: float | None, fp16: float, fp8: float | None, gb_per_s: int
-) -> None:
+def test_peaks_that_follow_from_the_chip_are_those_of_the_datasheet(name, fp32, tf32, fp16, fp8, gb_per_s):
     """Up to rounding: a datasheet gives two or three digits."""
     spec = GPU_SPECS[name]
     found = (spec.fp32_flops_per_s, spec.tf32_flops_per_s, spec.fp16_flops_per_s, spec.fp8_flops_per_s)
@@ -149,7 +144,6 @@ def test_a_mig_slice_has_its_part_of_the_card(name: str, num_sms: int, eighths: 
 def test_slices_of_a_card_are_parts_of_it(spec: GpuSpec) -> None:
     for profile in spec.mig_profiles:
         part = gpu_spec(f"{spec.name}-MIG-{profile.name}")
-        assert part is not None
         assert part.usable_bytes <= spec.usable_bytes and part.num_sms <= spec.num_sms
         assert part.usable_bytes == pytest.approx(spec.memory_bytes * profile.memory_eighths / 8, rel=0.12)
         figures = asdict(part)
@@ -185,7 +179,6 @@ def test_a_rating_is_near_the_datasheet(reported: tuple[str, tuple[int, int], in
     """Within a third, far inside the factor of two that a plan states."""
     rated = rated_spec(card(*reported))
     name = match_gpu_name(f"NVIDIA {reported[0]}", None)
-    assert rated is not None and name is not None
     row = GPU_SPECS[name]
     assert rated.num_sms == row.num_sms
     assert rated.memory_bytes_per_s == pytest.approx(row.memory_bytes_per_s, rel=0.03)

@@ -1,9 +1,4 @@
-"""A stand-in for the `kernels` package: what transformers imports of it, and loading from a cache that is filled.
-
-As the real one does with HF_HUB_OFFLINE set (0.17.2), it takes the build for this machine from
-`$KERNELS_CACHE/kernels--OWNER--NAME/snapshots/REVISION/build/`, or from a folder that LOCAL_KERNELS names in its place,
-and runs its `__init__.py` under the id that its metadata has. What runs on a CPU is one build alone, `torch-cpu`.
-"""
+"""A stand-in for the `kernels` package: what transformers imports of it, and loading from a cache that is filled."""
 
 import importlib.util
 import json

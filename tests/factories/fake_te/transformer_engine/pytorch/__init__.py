@@ -17,8 +17,6 @@ _OPEN: list[object] = []  # recipes of the autocasts that are open
 
 
 class autocast:  # noqa: N801  # the real one's name
-    """Products inside are FP8."""
-
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
         assert enabled and recipe is not None
         self.recipe = recipe

@@ -7,8 +7,6 @@ EMULATES = False  # as torchao where it is told to: no product is FP8 then
 
 
 class Float8LinearConfig:
-    """How scales are found."""
-
     def __init__(self, recipe_name):
         self.recipe_name = recipe_name
 
@@ -41,8 +39,6 @@ class _Float8Product(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer around another's parameters."""
-
     def forward(self, inp):
         out = _Float8Product.apply(inp, self.weight)
         return out if self.bias is None else out + self.bias.to(out.dtype)
