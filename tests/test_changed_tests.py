@@ -1,5 +1,6 @@
 """The tests that a change can reach (`--changed`): claims on this repository, and runs in a small one."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from changed_tests import ROOT, Change, Project, changed_files, cheapest, compared, select
+from changed_tests import ROOT, TABLE, Project, changed_files, cheapest, select
 
-BODY, MORE = Change.FUNCTIONS, Change.MORE
 UNKNOWN = ".".join(("unknown", "bin"))  # a name that no file contains
 DOCUMENTS = "tests/test_docs.py tests/journeys/test_documents.py"
 CHATS = "tests/runtime/data/test_chat_template.py"
@@ -32,22 +32,20 @@ def here() -> Project:
 
 
 @pytest.mark.parametrize(
-    ("path", "change", "reached", "others"),
+    ("path", "reached", "others"),
     [
-        ("launch/doctor/command.py", BODY, "tests/launch/doctor/test_doctor_command.py", "tests/runtime/loop/"),
-        ("launch/commands/train.py", BODY, DOCUMENTS, "tests/runtime/loop/"),
-        ("launch/options.py", BODY, DOCUMENTS, "tests/runtime/loop/"),
-        ("README.md", MORE, DOCUMENTS, "tests/runtime/loop/"),
-        ("docs/guide/one-card.md", MORE, DOCUMENTS, "tests/runtime/loop/"),
-        ("ds_configs/zero2.json", MORE, "tests/test_config_files.py", "tests/launch/doctor/"),
-        ("trainer/runtime/data/chat/templates/qwen.jinja", MORE, CHATS, "tests/runtime/loop/"),
-        ("tests/factories/hub_server.py", BODY, "tests/launch/inputs/test_hub.py", "tests/runtime/loop/"),
-        ("tests/distributed/engine_worker.py", BODY, "tests/distributed/test_engines.py", "tests/launch/doctor/"),
-        ("trainer/spec/units.py", Change.TEXT, "tests/test_words.py", "tests/launch/probe/"),
+        ("launch/doctor/command.py", "tests/launch/doctor/test_doctor_command.py", "tests/runtime/loop/"),
+        ("launch/commands/train.py", DOCUMENTS, "tests/runtime/loop/"),
+        ("README.md", DOCUMENTS, "tests/runtime/loop/"),
+        ("docs/guide/one-card.md", DOCUMENTS, "tests/runtime/loop/"),
+        ("ds_configs/zero2.json", "tests/test_config_files.py", "tests/planning/page/"),
+        ("trainer/runtime/data/chat/templates/qwen.jinja", CHATS, "tests/runtime/loop/"),
+        ("tests/factories/hub_server.py", "tests/launch/inputs/test_hub.py", "tests/runtime/loop/"),
+        ("tests/distributed/engine_worker.py", "tests/distributed/test_engines.py", "tests/launch/doctor/"),
     ],
 )
-def test_a_change_runs_what_imports_or_names_it(here: Project, path: str, change: Change, reached: str, others: str):
-    files, _ = select(here, {"tests": sorted(here.tests)}, {path: change})
+def test_a_change_runs_what_imports_or_names_it(here, path, reached, others):
+    files, _ = select(here, json.loads(TABLE.read_text()), [path])
     assert files >= set(reached.split())
     assert not any(name.startswith(others) for name in files)
 
@@ -56,27 +54,16 @@ def test_a_change_runs_what_imports_or_names_it(here: Project, path: str, change
     "path", ["pyproject.toml", "tests/conftest.py", "tests/warm/server.py", "tests/factories/warm_python.py", UNKNOWN]
 )
 def test_what_every_test_has_and_what_nothing_names_runs_everything(here: Project, path: str):
-    files, line = select(here, {"tests": sorted(here.tests)}, {"trainer/spec/units.py": BODY, path: MORE})
+    files, line = select(here, {}, ["tests/test_site.py", path])
     assert files == here.tests and path in line
 
 
-def test_the_table_adds_what_executes_a_module_or_its_users(here: Project):
-    far, dear = "tests/cuda/test_step.py", "tests/cuda/test_machines.py"
-    table = {"tests": sorted(here.tests - {"tests/end_to_end/test_api.py"}), "launch/doctor/command.py": [far, dear]}
-    assert select(here, table, {"launch/doctor/command.py": BODY})[0] >= {far, dear}
-    assert select(here, table, {"launch/doctor/finding.py": BODY})[0] >= {far, dear}, "a part of its users"
-    table["launch/doctor/finding.py"] = []
-    assert not {far, dear} & select(here, table, {"launch/doctor/finding.py": BODY})[0]
-    assert select(here, table, {"launch/doctor/finding.py": MORE})[0] & {far, dear} == {far}, (
-        "the cheapest of each user"
-    )
-    assert "tests/end_to_end/test_api.py" in select(here, table, {"launch/api.py": BODY})[0], "it was not measured"
-
-
-def test_programs_are_found_by_their_names(here: Project):
-    """Tables of commands, `-m` in a module, workers of ranks."""
-    assert "launch/options.py" in here.users["launch/commands/train.py"]
-    assert "launch/engine/launcher.py" in here.users["trainer/__main__.py"]
+def test_the_table_adds_what_executes_a_module_or_those_beside_a_new_one(here: Project):
+    far = "tests/cuda/test_step.py"
+    for name in ("launch/doctor/command.py", "launch/doctor/finding.py"):
+        assert far in select(here, {name: [far]}, ["launch/doctor/command.py"])[0]
+    assert far not in select(here, {"launch/doctor/command.py": [], "launch/doctor/finding.py": [far]},
+                             ["launch/doctor/command.py"])[0]  # fmt: skip
 
 
 def write_project(root: Path) -> Path:
@@ -98,32 +85,23 @@ def commit(root: Path) -> None:
     git(root, "commit", "-q", "-m", "x")
 
 
-@pytest.mark.parametrize(("old", "new", "expected"), [
-    ("Text", "Other", Change.TEXT), ("return A", "return A  # text", Change.TEXT), ("return A", "return 2", BODY),
-    ("def f", "def g(): ...\ndef f", BODY), ("A = 1", "A = 2", MORE), ("A = 1", "A = 1\nclass B:\n    c = 1\n", MORE),
-])  # fmt: skip
-def test_the_kind_of_a_change_is_read_from_both_versions(old: str, new: str, expected: Change) -> None:
-    text = '"""Text."""\nA = 1\ndef f():\n    """Text."""\n    return A\n'
-    assert compared(text, text.replace(old, new)) == expected
-
-
 def test_what_is_uncommitted_the_last_commit_or_the_whole_branch_counts(tmp_path: Path) -> None:
     root = write_project(tmp_path)
     (root / "trainer" / "facts.py").write_text("FACTS = 2\n")
     (root / "trainer" / "models.json").unlink()
     commit(root)
-    of_commit = {"trainer/facts.py": MORE, "trainer/models.json": Change.EXISTENCE}
+    of_commit = {"trainer/facts.py", "trainer/models.json"}
     assert changed_files(root)[1] == of_commit
     (root / "trainer" / "step.py").write_text("def step(): return 1\n")
     (root / "new.txt").write_text("")
-    uncommitted = {"trainer/step.py": BODY, "new.txt": Change.EXISTENCE}
+    uncommitted = {"trainer/step.py", "new.txt"}
     assert changed_files(root)[1] == uncommitted
     git(root, "checkout", "-q", "-b", "topic")
     commit(root)
     (root / "later.txt").write_text("")
     commit(root)
-    assert changed_files(root)[1] == {**uncommitted, "later.txt": Change.EXISTENCE}
-    assert changed_files(root, "HEAD~1")[1] == {"later.txt": Change.EXISTENCE}
+    assert changed_files(root)[1] == {*uncommitted, "later.txt"}
+    assert changed_files(root, "HEAD~1")[1] == {"later.txt"}
     with pytest.raises(pytest.UsageError, match="absent"):
         changed_files(root, "absent")
 
@@ -152,9 +130,6 @@ def test_pytest_collects_the_chosen_files_alone_on_its_workers_too(tmp_path: Pat
     run = subprocess.run([*argv, "-rA"], cwd=root, capture_output=True, text=True, check=False)
     assert "far/test_far.py::test_it" in run.stdout and "test_other" not in run.stdout, run.stdout
     assert "all 4 test files" not in run.stdout
-    (root / "trainer" / "half.py").write_text("def half(")
-    run = subprocess.run(argv, cwd=root, capture_output=True, text=True, check=False)
-    assert run.returncode == pytest.ExitCode.USAGE_ERROR and "trainer/half.py: " in run.stderr, run.stderr
 
 
 def test_every_line_is_executed_by_the_cheapest_tests_that_can() -> None:

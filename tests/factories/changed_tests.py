@@ -2,20 +2,17 @@
 
 Of a changed file these run:
 
-- test files that import it, or name it or a folder of it in a string, themselves or through other files of the tests;
-- of a module of the product, and of one that names a changed file of data: test files that import or name it, and those
-  that tests/reach.json has for it. If more than functions changed (constants, fields): also the cheapest of its users;
+- of a file of the tests: itself, or the tests that import or name it, also through others;
+- of a module of the product: tests that import it, and those that tests/reach.json has for it or, if it is new, for the
+  modules beside it: the tests in its folder, and the cheapest that together execute every line of its functions;
+- of another file: tests that name it or its folder, and the tests of modules that do;
 - of a file with seeded faults (tests/mutations): the cases that catch them, of whichever file;
 - of what documents execute (SHOWN): the documents, also those of `make test-long` that install nothing.
 
-tests/reach.json has, of the test files that execute a module, those in its folder of the tests, and the cheapest that
-together execute every line of its functions. A module that it lacks counts as part of its users. A test file that it
-lacks runs if it reaches the module by imports and names of programs. To renew it:
+Claims on all files (ON_ALL) run always, everything after a change of EVERYTHING, of what tests/conftest.py imports, and
+of a file that nothing names. What only a distant test finds is left to `make test`. To renew tests/reach.json:
 
     pytest -m "not long and not gpu" --product-coverage FOLDER && python tests/factories/changed_tests.py FOLDER
-
-Everything runs after a change of EVERYTHING, of what tests/conftest.py imports, and of a file that nothing names. What
-only an expensive test of a distant module finds, and no fault is seeded for, is left to `make test`, before a merge.
 """
 
 import ast
@@ -25,8 +22,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from enum import IntEnum
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +34,15 @@ from product_coverage import combine
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "reach.json"
 PRODUCT = ("launch/", "slurm/", "trainer/")
-PACKAGED = (*PRODUCT, "ds_configs/", "fsdp_configs/", "examples/")  # below shardwise/: what the product can read
 COMMANDS, DOCUMENTS = ("launch/commands/", "launch/cli.py", "launch/options.py"), "tests/journeys/"
 SHOWN = (*COMMANDS, DOCUMENTS, "README.md", "docs/guide/", "docs/walkthrough.md", "examples/")  # what documents execute
+ON_ALL = ("tests/test_docs.py", "tests/test_words.py", "tests/mutations/test_faults.py")
 BARE = ("tests/factories/", "benchmarks/")  # folders whose modules are imported by their names alone
 CONFTEST = "tests/conftest.py"
 EVERYTHING = (CONFTEST, "tests/warm/", "shardwise/", "pyproject.toml", "requirements")
-DEAR_S = 15.0  # a test that lists folders of the product and takes longer runs only if a file was added or removed
-PROGRAMS = (".py", ".sh", "Makefile", ".ci/run")  # what names these does not also read what they read
-_LISTS = re.compile(r"ls-files|glob\(\"(?:\*\*/)?\*\.py|copytree\([A-Z]")  # folders of code
-_MODULE = re.compile(r"(?:from|import) ([a-z_][\w.]*)|\b(shardwise(?:\.\w+)+)|^([a-z_.]+):[a-z_]+$")
-_API = ["launch", "api"]  # what a plain `import shardwise` has
-_WORD = re.compile(r"[\w.*-][\w./*-]*")
-Change = IntEnum("Change", ["TEXT", "FUNCTIONS", "MORE", "EXISTENCE"])  # comments; bodies; definitions; a whole file
+_IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import (\([\w\s,]*|[\w ,]*))?", re.MULTILINE)
+_NAMED = re.compile(r"\bshardwise(?:\.\w+)+")
+_FILE, _FOLDER = re.compile(r"[\w*.-]+"), re.compile(r"(?<=[\"'/])[\w.-]+(?=[\"'/])")
 Table = Mapping[str, list[str]]
 
 
@@ -106,7 +98,7 @@ class _Selected:
             session.exitstatus = pytest.ExitCode.OK
 
 
-def changed_files(root: Path, base: str = "") -> tuple[str, dict[str, Change]]:
+def changed_files(root: Path, base: str = "") -> tuple[str, set[str]]:
     """The commit that the working tree is compared with, and what differs; UsageError if there is no such commit."""
     names = [base] if base else ["origin/HEAD", "main", "master", "HEAD"]
     commits = [commit.strip() for name in names for commit in _git(root, "merge-base", name, "HEAD")]
@@ -116,9 +108,9 @@ def changed_files(root: Path, base: str = "") -> tuple[str, dict[str, Change]]:
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard")
     untracked = [path for path in others if "/" not in path or path.partition("/")[0] in tops]  # no exports, no runs
     for commit in (commits[0], "HEAD~1"):
-        if paths := [*_git(root, "diff", "--name-only", "-z", "--no-renames", commit), *untracked]:
-            return commit, {path: _change(root, commit, path) for path in paths}
-    return commits[0], {}
+        if paths := {*_git(root, "diff", "--name-only", "-z", "--no-renames", commit), *untracked}:
+            return commit, paths
+    return commits[0], set()
 
 
 def _git(root: Path, *words: str) -> list[str]:
@@ -126,38 +118,12 @@ def _git(root: Path, *words: str) -> list[str]:
     return [each for each in answer.stdout.split("\0") if each]
 
 
-def _change(root: Path, commit: str, path: str) -> Change:
-    before, now = "".join(_git(root, "show", f"{commit}:{path}")), root / path
-    if not before or not now.is_file():
-        return Change.EXISTENCE
-    try:
-        return compared(before, now.read_text()) if path.endswith(".py") else Change.MORE
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise pytest.UsageError(f"{path}: {error}") from None
-
-
-def cases_of_faults(root: Path, changed: Mapping[str, Change]) -> frozenset[str]:
+def cases_of_faults(root: Path, changed: Iterable[str]) -> frozenset[str]:
     """Node ids of the tests that catch the seeded faults of changed files."""
     tables = (tomllib.loads(path.read_text()) for path in sorted((root / "tests" / "mutations").glob("*.toml")))
-    faults = [fault for table in tables for fault in table["fault"]]
     return frozenset(
-        case for fault in faults if changed.get(fault["file"], Change.TEXT) > Change.TEXT for case in fault["tests"]
+        case for table in tables for fault in table["fault"] if fault["file"] in changed for case in fault["tests"]
     )
-
-
-def compared(before: str, now: str) -> Change:
-    """What differs between two versions of a module. A docstring of a class is more than text: documents show it."""
-    old, new = ast.parse(before), ast.parse(now)
-    for node in [*ast.walk(old), *ast.walk(new)]:
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = node.body[ast.get_docstring(node) is not None :]
-    if ast.dump(old) == ast.dump(new):
-        return Change.TEXT
-    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
-    for node in [*ast.walk(old), *ast.walk(new)]:
-        if isinstance(node, ast.Module | ast.ClassDef):
-            node.body = [each for each in node.body if not isinstance(each, inner)]
-    return Change.FUNCTIONS if ast.dump(old) == ast.dump(new) else Change.MORE
 
 
 def is_test(path: str) -> bool:
@@ -178,117 +144,76 @@ def closure(start: str, following: Callable[[str], Iterable[str]]) -> set[str]:
 
 
 class Project:
-    """What the files of a clone name. `base`: modules that every test has; `dear`: test files above DEAR_S."""
+    """Which files of a clone import, or name, which. `base`: modules that every test has."""
 
     def __init__(self, root: Path) -> None:
         paths = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
         self.files = frozenset(path for path in paths if (root / path).is_file())
         self.tests = frozenset(filter(is_test, self.files))
+        programs = (path for path in self.files if path.endswith((".py", ".sh", "Makefile")))
+        texts = {path: (root / path).read_text(errors="replace") for path in programs}
+        self._words = {path: {*_FILE.findall(text)} for path, text in texts.items()}
+        self._folders = {path: {*_FOLDER.findall(text)} for path, text in texts.items()}
         self.users: dict[str, set[str]] = defaultdict(set)  # files that import a module, or name it as one
-        self._readers: dict[str, set[str]] = defaultdict(set)  # by word
-        self._lists_folders: set[str] = set()
-        for path in self.files:
-            if path.endswith((*PROGRAMS, ".toml")) and path != "pyproject.toml":
-                try:
-                    self._read(path, (root / path).read_text())
-                except (SyntaxError, UnicodeDecodeError) as error:
-                    raise pytest.UsageError(f"{path}: {error}") from None
+        for path, text in texts.items():
+            for module in self._imported(path, text):
+                self.users[module].add(path)
+            for folder in list(Path(path).parents)[:-2] if is_test(path) else ():
+                self.users[f"{folder.as_posix()}/conftest.py"].add(path)
+        plugins = {f"tests/factories/{word}.py" for word in self._words.get(CONFTEST, ())}
         outer = [name for name in self.users if not is_module(name)]
-        self.base = closure(CONFTEST, lambda path: [name for name in outer if path in self.users[name]])
-        known = read_durations(root / "tests" / "durations.json")
-        self.dear = {path for path in known if file_seconds(known, path) > DEAR_S}
+        of_base = (closure(each, lambda path: [name for name in outer if path in self.users[name]]) for each in plugins)
+        self.base = {CONFTEST}.union(*of_base) & self.files
 
-    def readers(self, path: str, *, exact: bool = False) -> set[str]:
-        """Files that name `path` or, unless `exact`, a folder of it, relative to a folder that both are in."""
-        parts = path.split("/")
-        pattern = "test_*.py" if is_test(path) else f"*.{parts[-1].rpartition('.')[2]}"
-        found = set() if exact or pattern == "*.py" else set(self._readers.get(pattern, ()))  # who lists such files
-        for anchor, end in [(at, end) for at in range(len(parts)) for end in range(at + 1, len(parts) + 1)]:
-            named = self._readers.get("/".join(parts[anchor:end]), set())
-            if end < len(parts) and path.endswith(".py") and not "/".join(parts[:end]).startswith(BARE):
-                named = named & self._lists_folders  # for others the folder is where imports find modules
-            if end == len(parts) or not exact:
-                found |= {each for each in named if each.split("/")[:anchor] == parts[:anchor]}
-        if not exact:  # what every test has reads files for other purposes
-            found = found - self.base | self.readers(path, exact=True)
-        return {each for each in found - {path} if path.startswith(PACKAGED) or not is_module(each)}
+    def namers(self, path: str) -> set[str]:
+        """Files that have the name of a file in their text; tests and modules also that of its folder, in quotes."""
+        name, folder = Path(path).name, "" if path.endswith(".py") else Path(path).parent.name
+        beside = {
+            each for each, names in self._folders.items() if folder in names and (is_test(each) or is_module(each))
+        }
+        return {each for each, words in self._words.items() if name in words or each in beside} - {path}
 
-    def _read(self, path: str, text: str) -> None:
-        waiting: list[ast.AST] = [ast.parse(text, path) if path.endswith(".py") else ast.Constant(text)]
-        while waiting:
-            match node := waiting.pop():
-                case ast.Constant(value=str(value)):
-                    self._read_text(path, value)
-                case ast.Import(names=names):
-                    self._add(path, [alias.name for alias in names])
-                case ast.ImportFrom(names=names, module=module):
-                    self._add(path, [f"{module or ''}.{alias.name}" for alias in names])
-                case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=str(joined))):
-                    while isinstance(left, ast.BinOp) and isinstance(left.right, ast.Constant):
-                        joined, left = f"{left.right.value!s}/{joined}", left.left
-                    waiting += [left, ast.Constant(joined)]
-                case ast.Expr(value=ast.Constant()):
-                    pass
-                case _:
-                    waiting += ast.iter_child_nodes(node)
-        self._lists_folders |= {path} if not is_module(path) and _LISTS.search(text) else set()
-        for folder in [folder.as_posix() for folder in Path(path).parents][:-2] if is_test(path) else []:
-            self.users[f"{folder}/conftest.py"].add(path)
-
-    def _read_text(self, path: str, text: str) -> None:
-        names = [a or b or f"shardwise.{path.partition('/')[0]}.{c}" for a, b, c in _MODULE.findall(text)]
-        self._add(path, [*names, text] if path == CONFTEST else names)
-        for word in _WORD.findall(text):
-            if word in self.files or (path.endswith(".py") and (word == text or "/" in word or "." in word)):
-                self._readers[re.split(r"/[^/]*\*", word)[0].strip("./")].add(path)
-
-    def _add(self, path: str, names: Iterable[str]) -> None:
-        for name in names:
-            first, _, rest = name.partition(".")
-            is_full = first == "shardwise"
-            folders = [""] if is_full else [] if path.startswith(PRODUCT) else [f"{path.rpartition('/')[0]}/", *BARE]
-            parts = [part for part in (rest if is_full else name).split(".") if part] or _API
+    def _imported(self, path: str, text: str) -> Iterator[str]:
+        """Modules that a file imports, or names in full."""
+        names = {
+            f"{module}.{name}" for module, more in _IMPORT.findall(text) for name in re.findall(r"\w+", more) or [""]
+        }
+        for parts in (name.strip(".").split(".") for name in names | {*_NAMED.findall(text)}):
+            is_full = parts[0] == "shardwise"
+            folders = [""] if is_full else [f"{path.rpartition('/')[0]}/", *BARE]
+            parts = (parts[1:] or ["launch", "api"]) if is_full else parts  # what a plain `import shardwise` has
             starts = [folder + "/".join(parts[:end]) for folder in folders for end in range(len(parts), 0, -1)]
-            found = (self.files & {f"{each}.py", f"{each}/__init__.py", f"{each}/__main__.py"} for each in starts)
-            for each in next(filter(None, found), set()) - {path}:
-                self.users[each].add(path)
+            modules = (self.files & {f"{each}.py", f"{each}/__init__.py", f"{each}/__main__.py"} for each in starts)
+            yield from next(filter(None, modules), set()) - {path}
 
 
-def select(project: Project, table: Table, changed: Mapping[str, Change]) -> tuple[frozenset[str], str]:
+def select(project: Project, table: Table, changed: Iterable[str]) -> tuple[frozenset[str], str]:
     """The test files that a change can reach, and a line that counts them or says why it is all."""
-    found = {path: reached(project, table, path, change) for path, change in sorted(changed.items())}
-    if whole := [path for path, tests in found.items() if tests is None]:
+    found = {path: reached(project, table, path) for path in sorted(changed)}
+    if whole := [path for path, tests in found.items() if not tests]:
         return project.tests, f"all {len(project.tests)} test files: {whole[0]} concerns each, or nothing names it"
-    chosen = frozenset[str]().union(*(tests or () for tests in found.values()))
+    chosen = (project.tests & {*ON_ALL}).union(*found.values())
     return chosen, f"{len(chosen)} of {len(project.tests)} test files"
 
 
-def reached(project: Project, table: Table, path: str, change: Change) -> set[str] | None:
-    """The test files that a change of one file can reach; None: it may concern every test."""
+def reached(project: Project, table: Table, path: str) -> set[str]:
+    """The test files that a change of one file can reach; none: it may concern every test."""
 
     def following(each: str) -> set[str]:
-        if each != path and (is_module(each) or is_test(each)):
-            return set()
-        named = project.readers(each, exact=each != path and each.endswith(PROGRAMS))
-        if is_module(each):
-            return named if change is Change.EXISTENCE else named - project.dear | project.readers(each, exact=True)
-        found = named if is_test(each) or change is Change.TEXT else named | project.users[each]
-        return {name for name in found if each == path or (is_test(name) if is_module(path) else name.endswith(".py"))}
+        if is_module(each) or is_test(each):
+            return project.users[each] & project.tests if each == path else set()
+        return project.users[each] | project.namers(each)
 
-    found = closure(path, following)
-    is_known = is_test(path) or project.users[path] or found != {path}
-    if path.startswith(EVERYTHING) or path in project.base or not is_known:
-        return None
-    tests = found & project.tests
-    if path.startswith(SHOWN) and change > Change.TEXT:
-        tests |= {test for test in project.tests if test.startswith(DOCUMENTS)}
-    for module in filter(is_module, found if change > Change.TEXT else found - {path}):
-        parts = closure(module, lambda each: () if each in table else filter(is_module, project.users[each]))
-        tests |= project.users[module].union(*(table.get(part, ()) for part in parts))
-        if change >= Change.MORE and module == path:
-            tests |= {test for user in project.users[module] for test in table.get(user, ())[:1]}
-        tests |= closure(module, project.users.__getitem__) - set(table["tests"])
-    return tests & project.tests
+    if path.startswith(EVERYTHING) or path in project.base:
+        return set()
+    found = {path} & project.tests if is_test(path) else closure(path, following)
+    for module in list(filter(is_module, found)):
+        folder = module.rpartition("/")[0]
+        beside = [tests for name, tests in table.items() if name.rpartition("/")[0] == folder]
+        found = found.union(*([table[module]] if module in table else beside))
+    if path.startswith(SHOWN):
+        found |= {test for test in project.tests if test.startswith(DOCUMENTS)}
+    return found & project.tests
 
 
 def write_table(folder: Path) -> None:
