@@ -1,6 +1,5 @@
 """The tests that a change can reach (`--changed`): claims on this repository, and runs in a small one."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from changed_tests import ROOT, TABLE, Project, changed_files, cheapest, select
+from changed_tests import ROOT, Project, changed_files, select
 
 UNKNOWN = ".".join(("unknown", "bin"))  # a name that no file contains
 DOCUMENTS = "tests/test_docs.py tests/journeys/test_documents.py"
@@ -45,7 +44,7 @@ def here() -> Project:
     ],
 )
 def test_a_change_runs_what_imports_or_names_it(here, path, reached, others):
-    files, _ = select(here, json.loads(TABLE.read_text()), [path])
+    files, _ = select(here, [path])
     assert files >= set(reached.split())
     assert not any(name.startswith(others) for name in files)
 
@@ -54,16 +53,8 @@ def test_a_change_runs_what_imports_or_names_it(here, path, reached, others):
     "path", ["pyproject.toml", "tests/conftest.py", "tests/warm/server.py", "tests/factories/warm_python.py", UNKNOWN]
 )
 def test_what_every_test_has_and_what_nothing_names_runs_everything(here: Project, path: str):
-    files, line = select(here, {}, ["tests/test_site.py", path])
+    files, line = select(here, ["tests/test_site.py", path])
     assert files == here.tests and path in line
-
-
-def test_the_table_adds_what_executes_a_module_or_those_beside_a_new_one(here: Project):
-    far = "tests/cuda/test_step.py"
-    for name in ("launch/doctor/command.py", "launch/doctor/finding.py"):
-        assert far in select(here, {name: [far]}, ["launch/doctor/command.py"])[0]
-    assert far not in select(here, {"launch/doctor/command.py": [], "launch/doctor/finding.py": [far]},
-                             ["launch/doctor/command.py"])[0]  # fmt: skip
 
 
 def write_project(root: Path) -> Path:
@@ -109,9 +100,8 @@ def test_what_is_uncommitted_the_last_commit_or_the_whole_branch_counts(tmp_path
 def test_pytest_collects_the_chosen_files_alone_on_its_workers_too(tmp_path: Path) -> None:
     root = write_project(tmp_path)
     (root / "tests" / "factories").mkdir()
-    for name in ("changed_tests.py", "durations.py", "product_coverage.py"):
+    for name in ("changed_tests.py", "durations.py"):
         shutil.copy(ROOT / "tests" / "factories" / name, root / "tests" / "factories")
-    (root / "tests" / "reach.json").write_text('{"tests": []}')
     (root / "tests" / "mutations").mkdir()
     (root / "tests" / "far").mkdir()
     (root / "tests" / "far" / "test_far.py").write_text("def test_it(): ...\ndef test_other(): ...\n")
@@ -130,9 +120,3 @@ def test_pytest_collects_the_chosen_files_alone_on_its_workers_too(tmp_path: Pat
     run = subprocess.run([*argv, "-rA"], cwd=root, capture_output=True, text=True, check=False)
     assert "far/test_far.py::test_it" in run.stdout and "test_other" not in run.stdout, run.stdout
     assert "all 4 test files" not in run.stdout
-
-
-def test_every_line_is_executed_by_the_cheapest_tests_that_can() -> None:
-    lines = {"dear": {1, 2, 3}, "one": {1}, "two": {2, 1}, "far": {3}}
-    assert cheapest(lines, {"dear": 9.0, "one": 1.0, "two": 1.0, "far": 20.0}) == ["two", "dear"]
-    assert cheapest(lines, {"dear": 9.0, "one": 1.0, "two": 1.0, "far": 20.0}, ["far"]) == ["two", "far"]

@@ -3,36 +3,27 @@
 Of a changed file these run:
 
 - of a file of the tests: itself, or the tests that import or name it, also through others;
-- of a module of the product: tests that import it, and those that tests/reach.json has for it or, if it is new, for the
-  modules beside it: the tests in its folder, and the cheapest that together execute every line of its functions;
-- of another file: tests that name it or its folder, and the tests of modules that do;
+- of a module of the product: the tests that import it, and those of its folder;
+- of another file: the tests that name it or its folder, and those of the folders of modules that do;
 - of a file with seeded faults (tests/mutations): the cases that catch them, of whichever file;
 - of what documents execute (SHOWN): the documents, also those of `make test-long` that install nothing.
 
 Claims on all files (ON_ALL) run always, everything after a change of EVERYTHING, of what tests/conftest.py imports, and
-of a file that nothing names. What only a distant test finds is left to `make test`. To renew tests/reach.json:
-
-    pytest -m "not long and not gpu" --product-coverage FOLDER && python tests/factories/changed_tests.py FOLDER
+of a file that nothing names. What only a distant test finds is left to `make test`, before a merge.
 """
 
-import ast
-import json
 import re
 import subprocess
-import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import coverage
 import pytest
-from durations import file_of, file_seconds, function_of, read_durations
-from product_coverage import combine
+from durations import file_of, function_of
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "tests" / "reach.json"
 PRODUCT = ("launch/", "slurm/", "trainer/")
 COMMANDS, DOCUMENTS = ("launch/commands/", "launch/cli.py", "launch/options.py"), "tests/journeys/"
 SHOWN = (*COMMANDS, DOCUMENTS, "README.md", "docs/guide/", "docs/walkthrough.md", "examples/")  # what documents execute
@@ -43,7 +34,6 @@ EVERYTHING = (CONFTEST, "tests/warm/", "shardwise/", "pyproject.toml", "requirem
 _IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import (\([\w\s,]*|[\w ,]*))?", re.MULTILINE)
 _NAMED = re.compile(r"\bshardwise(?:\.\w+)+")
 _FILE, _FOLDER = re.compile(r"[\w*.-]+"), re.compile(r"(?<=[\"'/])[\w.-]+(?=[\"'/])")
-Table = Mapping[str, list[str]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,7 +54,7 @@ class _Selected:
         else:
             commit, changed = changed_files(ROOT, config.getoption("changed"))
             self._cases = cases_of_faults(ROOT, changed)
-            self._files, counted = select(Project(ROOT), json.loads(TABLE.read_text()), changed)
+            self._files, counted = select(Project(ROOT), changed)
             if config.option.markexpr and any(path.startswith(SHOWN) for path in changed):
                 config.option.markexpr += " or documents and not cold"
             self._line = f"{counted} (changed since {commit}: {len(changed)})"
@@ -187,16 +177,16 @@ class Project:
             yield from next(filter(None, modules), set()) - {path}
 
 
-def select(project: Project, table: Table, changed: Iterable[str]) -> tuple[frozenset[str], str]:
+def select(project: Project, changed: Iterable[str]) -> tuple[frozenset[str], str]:
     """The test files that a change can reach, and a line that counts them or says why it is all."""
-    found = {path: reached(project, table, path) for path in sorted(changed)}
+    found = {path: reached(project, path) for path in sorted(changed)}
     if whole := [path for path, tests in found.items() if not tests]:
         return project.tests, f"all {len(project.tests)} test files: {whole[0]} concerns each, or nothing names it"
     chosen = (project.tests & {*ON_ALL}).union(*found.values())
     return chosen, f"{len(chosen)} of {len(project.tests)} test files"
 
 
-def reached(project: Project, table: Table, path: str) -> set[str]:
+def reached(project: Project, path: str) -> set[str]:
     """The test files that a change of one file can reach; none: it may concern every test."""
 
     def following(each: str) -> set[str]:
@@ -207,45 +197,10 @@ def reached(project: Project, table: Table, path: str) -> set[str]:
     if path.startswith(EVERYTHING) or path in project.base:
         return set()
     found = {path} & project.tests if is_test(path) else closure(path, following)
-    for module in list(filter(is_module, found)):
-        folder = module.rpartition("/")[0]
-        beside = [tests for name, tests in table.items() if name.rpartition("/")[0] == folder]
-        found = found.union(*([table[module]] if module in table else beside))
+    tested = {Path(test).parent for test in project.tests}
+    mirrored = (Path("tests", module.removeprefix("trainer/")) for module in filter(is_module, found))
+    rooms = {next((folder for folder in module.parents if folder in tested), None) for module in mirrored}
+    found |= {test for test in project.tests if Path(test).parent in rooms}
     if path.startswith(SHOWN):
         found |= {test for test in project.tests if test.startswith(DOCUMENTS)}
     return found & project.tests
-
-
-def write_table(folder: Path) -> None:
-    """Writes tests/reach.json: by module its tests, the cheapest first, and as "tests" all that were measured."""
-    project, known = Project(ROOT), read_durations()
-    data = coverage.CoverageData(str(combine(folder)))
-    data.read()
-    table = {"tests": sorted(data.measured_contexts() - {""})}
-    for measured in sorted(data.measured_files()):
-        parts, tree = Path(measured).parts, ast.parse(Path(measured).read_text())
-        module = next(end for start in range(len(parts)) if is_module(end := "/".join(parts[start:])))
-        bodies = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-        inner = {line for each in bodies for line in range(each.body[0].lineno, (each.end_lineno or 0) + 1)}
-        lines: dict[str, set[int]] = defaultdict(set)
-        for line, tests in data.contexts_by_lineno(measured).items():
-            for test in filter(None, tests if line in inner else ()):
-                lines[test].add(line)
-        cost = {each: 0.1 if each in project.users[module] else min(600.0, file_seconds(known, each)) for each in lines}
-        mirrored = f"tests/{module.removeprefix('trainer/')}".rpartition("/")[0]
-        kept = [test for test in lines if test.rpartition("/")[0] == mirrored]
-        table |= {module: cheapest(lines, cost, kept)} if lines else {}
-    rows = [f"{json.dumps(name)}: {json.dumps(tests)}" for name, tests in table.items()]
-    TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-
-
-def cheapest(lines: Mapping[str, set[int]], cost: Mapping[str, float], kept: Iterable[str] = ()) -> list[str]:
-    """`kept` and the cheapest tests with which every line is executed, the cheapest first."""
-    found = list(kept)
-    while missing := set().union(*lines.values()) - set().union(*(lines[test] for test in found)):
-        found.append(max(sorted(lines), key=lambda test: len(lines[test] & missing) / (cost[test] + 0.1)))
-    return sorted(found, key=lambda test: (cost[test], test))
-
-
-if __name__ == "__main__":
-    write_table(Path(sys.argv[1]))

@@ -24,7 +24,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -132,15 +132,6 @@ def _run(options: argparse.Namespace, root: Path, faults: Sequence[Fault], place
     return 0 if is_enough else 1
 
 
-def run_copies(
-    root: Path, jobs: Sequence[Job], *, num_side_by_side: int, limit_s: float, on_result: Callable[[str, Result], None]
-) -> None:
-    """Runs jobs in copies of a repository, without a run of the tests before; each result is reported when known."""
-    with _workplace() as place:
-        _prepare(root, place, preload=True)
-        _run_jobs(jobs, root=root, place=place, num_side_by_side=num_side_by_side, limit_s=limit_s, on_result=on_result)
-
-
 def _prepare(root: Path, place: Path, *, preload: bool) -> None:
     base = place / "base"
     shutil.copytree(root, base, ignore=_NOT_COPIED, symlinks=True)
@@ -188,7 +179,6 @@ def _run_jobs(
     place: Path,
     num_side_by_side: int,
     limit_s: float,
-    on_result: Callable[[str, Result], None] = lambda name, result: None,
 ) -> dict[str, Result]:
     """Results by name; each is printed when its job ends."""
     waiting = list(enumerate(jobs))
@@ -214,7 +204,6 @@ def _run_jobs(
             results[job.name] = result = Result(
                 outcome=outcome, detail=detail, seconds=round(seconds, 1), cpu_seconds=round(cpu_seconds, 1)
             )
-            on_result(job.name, result)
             print(f"{result.outcome:9}{result.seconds:6.1f} s  {job.name:40} {result.detail}", flush=True)
             if result.outcome in ("broken", "red"):
                 print((folder / "output").read_text(errors="replace")[-4000:], flush=True)
