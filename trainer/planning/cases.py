@@ -126,6 +126,8 @@ class PolicyInput(Value, frozen=True, kw_only=True):
     adapter_dtype: ElementType | None = None
     reduce_dtype: ElementType | None = None
     reduce_every_micro_batch: bool | None = None
+    flash_generation: Annotated[int, msgspec.Meta(ge=1, le=3)] | None = None
+    loops_over_experts: bool = False
     node_network_bytes_per_s: Annotated[float, msgspec.Meta(ge=1.0, le=1e18)] | None = None
     pcie_p2p: bool | None = None
 
@@ -431,6 +433,8 @@ def _configuration_of(fields: CaseInput, shape: ModelShape, device: Device) -> C
             adapter_bytes=_width(policy.adapter_dtype),
             reduce_bytes=_width(policy.reduce_dtype),
             reduces_every_micro_batch=policy.reduce_every_micro_batch,
+            flash_generation=policy.flash_generation,
+            loops_over_experts=policy.loops_over_experts,
         ),
     )
 

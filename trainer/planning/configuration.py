@@ -40,6 +40,8 @@ class PolicyChoices(Value, frozen=True, kw_only=True, cache_hash=True):
     adapter_bytes: int | None = None  # an element of an adapter
     reduce_bytes: int | None = None  # an element of a gradient as ranks add it up
     reduces_every_micro_batch: bool | None = None
+    flash_generation: int | None = None  # of FlashAttention, under `flash` and `sdpa`
+    loops_over_experts: bool = False  # a product for each expert; False: one grouped product for all
 
 
 class Configuration(Value, frozen=True, kw_only=True):

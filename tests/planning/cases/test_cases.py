@@ -152,7 +152,8 @@ def test_an_offloaded_state_is_counted_in_host_ram_or_on_nvme_and_its_adam_is_de
 def test_a_recipe_reaches_the_estimates():
     policy = {
         "longest_seq": 8192, "residual_dtype": "fp32", "adapter_dtype": "bf16", "reduce_dtype": "fp16",
-        "reduce_every_micro_batch": True, "node_network_bytes_per_s": 25e9, "pcie_p2p": False,
+        "reduce_every_micro_batch": True, "flash_generation": 3, "loops_over_experts": True,
+        "node_network_bytes_per_s": 25e9, "pcie_p2p": False,
     }  # fmt: skip
     read = read_case(case_of(recipe=policy, hardware__gpu="RTX-A6000"))
     choices = read.configuration.policy

@@ -21,7 +21,7 @@ from shardwise.trainer.planning.speed.step import (
     offload_seconds,
     speed_notes,
 )
-from shardwise.trainer.planning.speed.work import work_of
+from shardwise.trainer.planning.speed.work import adapters_of, elementwise_bytes, work_of
 from shardwise.trainer.planning.tables.gpu_chips import CHIPS
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
@@ -452,3 +452,44 @@ def test_compiled_blocks_leave_the_loss_head_to_torch() -> None:
 
     assert head_s("shardwise", compiles=True) == pytest.approx(head_s("shardwise", compiles=False))
     assert head_s("torchtitan", compiles=True) < head_s("torchtitan", compiles=False)
+
+
+def test_flash_attention_3_is_faster_on_hopper_alone() -> None:
+    stated = replace(configuration(), policy=PolicyChoices(flash_generation=3))
+    second = replace(configuration(), policy=PolicyChoices(flash_generation=2))
+    for card, gain in (("1xH100-SXM5-80GB", constants.FLASH_3_GAIN), ("1xB200", 1.0), ("1xA100-SXM4-80GB", 1.0)):
+        rates = [rates_of(each, gpu(card)).attention for each in (stated, second, configuration())]
+        assert rates == pytest.approx([gain * rates[1], rates[1], rates[1]]), card
+    assert rates_of(stated, gpu("1xH100-SXM5-80GB")).attention < rates_of(stated, gpu("1xH100-SXM5-80GB")).matmul
+
+
+def test_a_loop_over_experts_keeps_the_host_busy_with_each() -> None:
+    pair = Linear(name="experts", num_inputs=64, num_outputs=64, num_copies=128, num_used=8, is_linear_module=False)
+    experts = replace(TINY, linears=(*TINY.linears, pair), num_experts=128, experts_per_token=8)
+    for method, count in ((Method.FULL, 5), (Method.LORA, 17)):
+        grouped = configuration(method=method, micro_batch=1, seq_len=16)
+        looped = replace(grouped, policy=PolicyChoices(loops_over_experts=True))
+        hosts = [sum(estimate_speed(experts, each, gpu()).parts.values()) for each in (grouped, looped)]
+        more = 3 * constants.OPERATOR_S * TINY.num_layers * 128 * count
+        assert hosts[1] - hosts[0] == pytest.approx(more, rel=0.05), method
+
+
+def test_a_trainer_whose_head_is_not_compiled_moves_its_own_bytes_a_logit() -> None:
+    chosen = configuration(loss=LossHead.EAGER, compile=True, micro_batch=1, seq_len=8192)
+    others, prime = (
+        estimate_speed(LLAMA_8B, replace(chosen, reference=reference), gpu()).parts["compute_s"]
+        for reference in ("torchtitan", "prime-rl")
+    )
+    assert prime - others == pytest.approx((46 - 14) * 8192 * LLAMA_8B.vocab_size / rates_of(chosen, gpu()).memory)
+
+
+def test_what_a_trainer_moves_to_an_expert_and_back_is_its_own() -> None:
+    pair = Linear(name="experts", num_inputs=4096, num_outputs=14336, num_copies=8, num_used=2, is_linear_module=False)
+    experts = replace(LLAMA_8B, linears=(*LLAMA_8B.linears, pair), num_experts=8, experts_per_token=2)
+    work = [work_of(experts)]
+    chosen = configuration()
+    moved = [
+        elementwise_bytes(replace(chosen, reference=reference), work[0], adapters_of(experts, chosen))
+        for reference in ("torchtitan", "prime-rl")
+    ]
+    assert moved[1] - moved[0] == (30 - 12) * 32 * 4096 * 2

@@ -68,7 +68,8 @@ class ReferenceTrainer(Value, frozen=True, kw_only=True):
     loads_whole_model: bool = False  # the 16-bit model is on each device before it is sharded
     # Speed alone:
     flash_generation: int = 2  # of FlashAttention, under `flash` and `sdpa`
-    eager_logit_bytes: int | None = None  # of `eager`, through memory; None: as transformers' loss
+    routed_bytes: int = 12  # through memory for an element of a hidden state, to an expert and back, in a forward
+    logit_bytes: dict[LossHead, int] = {}  # through memory; absent: as transformers' loss, or as ours
     wraps_adapters: bool = False  # each matrix of an adapter is a unit of FSDP: gathered and reduced by itself
 
     def __hash__(self) -> int:
@@ -181,7 +182,7 @@ _LLM_FOUNDRY = ReferenceTrainer(
     reduces_every_micro_batch=True,
     fuses_adamw=True,
     flash_generation=1,
-    eager_logit_bytes=14,
+    logit_bytes={LossHead.EAGER: 14},
 )
 # Slices of 2,048 of 151,936 entries: a 16-bit product, its fp32 copy, exponentials, weighted sums; again in backward.
 _PRIME_SLICE = 2048 / 151936
@@ -197,6 +198,10 @@ _PRIME_RL = ReferenceTrainer(
             forward=14 * _PRIME_SLICE, backward=16 * _PRIME_SLICE, num_head_gradients=1, is_whole=False
         ),
     },
+    # Plain torch: bf16 logits, an fp32 copy, log-softmax, its two gradients; in slices maximum, difference,
+    # exponential, two sums and a product in the forward, and as many in the backward.
+    logit_bytes={LossHead.EAGER: 46, LossHead.CHUNKED: 120},
+    routed_bytes=30,  # gathered 4, weighted in fp32 20, scattered and added 6
     frozen_bytes=4,
     adapter_bytes=4,
     adapter_inputs=AdapterInputs.SHARED,

@@ -21,6 +21,9 @@ HALVED_MATMUL_SHARE = 0.95  # of a peak that is halved for fp32 sums: cuBLAS on 
 GDDR_GAIN = 1.09  # of the share of memory bandwidth: copies reach 0.93 of it on GDDR6X (RTX 3090), 0.85 on HBM
 WATT_EXPONENT = 2 / 3  # of products by board power where it limits: P ~ f V^2 and V rises with f, less what idles
 FLASH_1_SHARE = 0.5  # FlashAttention-1 against 2: "about 2x", FlashAttention-2 paper, abstract
+# FlashAttention-3 against 2 on Hopper, both directions: 1.5 to 2.0 forward, 1.5 to 1.75 backward (paper, abstract and
+# section 4.1), which is 2.5 forwards.
+FLASH_3_GAIN = 1.66
 STEP_S = 0.020  # host time of a step outside micro batches in published trainers; freed, a fit returns 0.017
 OWN_STEP_S = 0.004  # in ours: 3.8 ms of the quickstart on an H100, 4.2 ms of adapters of a 1B model on an H200
 HOP_S = 5e-6  # latency of a collective per rank: nccl-tests at 8 bytes, 30 to 40 us on 8 GPUs

@@ -74,7 +74,8 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
         device,
         configuration.strategy.precision,
         is_tf32=configuration.tf32,
-        flash_generation=reference_of(configuration.reference).flash_generation,
+        flash_generation=configuration.policy.flash_generation
+        or reference_of(configuration.reference).flash_generation,
         spans_nodes=configuration.num_ranks > configuration.ranks_per_node,
     )
 
@@ -213,7 +214,14 @@ def _fp8_rate(device: Device, matmul: float) -> float:
 
 def _attention_rate(device: Device, precision: Precision, matmul: float, flash_generation: int) -> float:
     newest = _newest_attention_rate(device, precision, matmul)
-    return constants.FLASH_1_SHARE * newest if flash_generation == 1 else newest
+    if flash_generation == 1:
+        return constants.FLASH_1_SHARE * newest
+    # Its kernels are written for Hopper's products of a group of warps.
+    return min(matmul, constants.FLASH_3_GAIN * newest) if _runs_flash_3(device, flash_generation) else newest
+
+
+def _runs_flash_3(device: Device, flash_generation: int) -> bool:
+    return flash_generation == 3 and device.generation is Generation.HOPPER
 
 
 def _newest_attention_rate(device: Device, precision: Precision, matmul: float) -> float:

@@ -559,11 +559,7 @@ def _repeated_bytes(shape: ModelShape, configuration: Configuration) -> int:
 
 def _head_seconds(shape: ModelShape, configuration: Configuration, work: Work, rates: Rates, passes: Passes) -> float:
     tokens, width = tokens_computed(configuration), configuration.strategy.precision.compute_bytes / 2
-    a_logit = OWN_FUSED_LOGIT_BYTES if _is_own_fused(configuration) else LOGIT_BYTES[configuration.loss]
-    if configuration.loss is LossHead.EAGER:
-        is_compiled = configuration.compile and configuration.reference != SHARDWISE  # ours compiles blocks alone
-        fused = LOGIT_BYTES[LossHead.FUSED] if is_compiled else None
-        a_logit = reference_of(configuration.reference).eager_logit_bytes or fused or a_logit
+    a_logit = _logit_bytes(configuration)
     a_weight, a_gradient = SLICE_WEIGHT_BYTES, SLICE_GRADIENT_BYTES
     if _is_liger(configuration):
         a_weight, a_gradient = LIGER_WEIGHT_BYTES, LIGER_GRADIENT_BYTES
@@ -571,6 +567,18 @@ def _head_seconds(shape: ModelShape, configuration: Configuration, work: Work, r
         a_weight += a_gradient
     moved = a_logit * tokens * shape.vocab_size + width * a_weight * _num_slices(configuration, shape) * work.table
     return passes.head_products * 2.0 * tokens * work.table / rates.matmul + passes.head_bytes * moved / rates.memory
+
+
+def _logit_bytes(configuration: Configuration) -> int:
+    """Bytes through memory for each logit, in both directions."""
+    stated = reference_of(configuration.reference).logit_bytes.get(configuration.loss)
+    if stated is not None:
+        return stated
+    if _is_own_fused(configuration):
+        return OWN_FUSED_LOGIT_BYTES
+    is_compiled = configuration.compile and configuration.reference != SHARDWISE  # ours compiles blocks alone
+    is_fused = is_compiled and configuration.loss is LossHead.EAGER
+    return LOGIT_BYTES[LossHead.FUSED if is_fused else configuration.loss]
 
 
 def _is_own_fused(configuration: Configuration) -> bool:
