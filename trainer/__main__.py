@@ -203,6 +203,7 @@ def _report(
         resumed_from_step=state.resumed_from_step,
         predicts_longest_row=longest_row_decides(plan.data),
         error=error,
+        device_time=state.device_time,
     )
 
 

@@ -190,6 +190,7 @@ def check_job(requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
     yield fine(f"{requested.path}: {chosen.strategy.name}, micro batch {chosen.micro_batch}, on {chosen.num_ranks} "
                f"rank{'s' if chosen.num_ranks > 1 else ''}")  # fmt: skip
     yield from _of_plan(plan, requested, machine)
+    yield from software.missing_for(plan)
 
 
 def _of_plan(plan: Plan, requested: RequestedJob, machine: Machine) -> Iterator[Finding]:

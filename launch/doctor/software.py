@@ -43,8 +43,11 @@ from shardwise.launch.probe.program import run_program
 from shardwise.launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
 from shardwise.launch.worker import python_environment
 from shardwise.trainer import FOLDER
+from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.search.packages import missing_packages
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.packages import extra_line, pip_line
+from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.units import format_bytes
 
 OLDEST, NEWEST = (3, 11), (3, 13)
@@ -312,6 +315,12 @@ def check_compiled(machine: Machine, *, timeout_s: float = IMPORT_TIMEOUT_S) -> 
             f"{package} {version} does not load with torch {torch}: {result.obstacle or problem}",
             f"{pip_line(*arguments, python=machine.place.python)} (or uninstall {package})",
         )
+
+
+def missing_for(plan: Plan) -> Iterator[Finding]:
+    """Packages that are not installed and with which this plan is predicted faster, each with its gain."""
+    for package in missing_packages(context_of(plan), plan.chosen):
+        yield warning(package.sentence, package.fix)
 
 
 def check_memory_held(machine: Machine) -> Iterator[Finding]:

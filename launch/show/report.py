@@ -14,6 +14,7 @@ from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures
 from shardwise.trainer.spec.report import (
     AttemptRecord,
+    DeviceTime,
     Ending,
     Fault,
     Figures,
@@ -35,6 +36,7 @@ FAULTS = {
 
 PROCESS_RAM = "RAM of each process"
 NOT_PREDICTED = "not predicted"
+LEAST_KIND = 0.01  # of the time of the sampled steps
 _MOST_LEARNED = 0.9  # of the tokens: where more are learned, their rate is no line of its own
 
 
@@ -65,8 +67,8 @@ def render_report(
     lines += [f"  incident: {incident}" for incident in report.incidents]
     lines += [line for text in loss_lines(report) for line in paragraph(text, width=width)]
     lines += ["", *_comparison_lines(comparison_rows(report.predicted, report.measured, report=report))]
-    parts = parts_line(report.measured.speed.parts)
-    lines += ["", *paragraph(parts, width=width, indent="")] if parts else []
+    times = [text for text in (parts_line(report.measured.speed.parts), device_line(report.device_time)) if text]
+    lines += ["", *(line for text in times for line in paragraph(text, width=width, indent=""))] if times else []
     lines += [line for text in comparison_notes(report) for line in paragraph(text, width=width, indent="")]
     verified = [line for text in verified_lines(report) for line in paragraph(text, width=width, indent="")]
     lines += ["", *verified] if verified else []
@@ -124,6 +126,14 @@ def parts_line(parts: Mapping[str, float]) -> str:
     least = sum(parts.values()) / 1000
     ordered = sorted(((name, seconds) for name, seconds in parts.items() if seconds > least), key=lambda part: -part[1])
     return f"a step: {', '.join(f'{name} {format_seconds(each)}' for name, each in ordered)}" if ordered else ""
+
+
+def device_line(sampled: DeviceTime | None) -> str:
+    """`the GPU, in 2 sampled steps: idle 31%, matrix products 42%`; kinds below a hundredth are left out."""
+    if sampled is None:
+        return ""
+    kinds = [f"{kind} {share:.0%}" for kind, share in sampled.kinds.items() if share >= LEAST_KIND]
+    return f"the GPU, in {sampled.num_steps} sampled steps: {', '.join((f'idle {sampled.idle_share:.0%}', *kinds))}"
 
 
 def comparison_rows(

@@ -26,6 +26,7 @@ from shardwise.launch.show.report import (
     attempt_line,
     comparison_notes,
     comparison_rows,
+    device_line,
     difference,
     format_size,
     loss_lines,
@@ -152,6 +153,8 @@ def _step_time(run: RecordedRun) -> list[Block]:
         line = parts_line({part.removesuffix("_s"): seconds for part, seconds in figures.parts.items()})
         if line and figures.step_s is not None:
             blocks.append(Sentence(text=f"{name}: {format_seconds(figures.step_s)} {line}"))
+    sampled = None if run.report is None else device_line(run.report.device_time)
+    blocks += [Sentence(text=sampled)] if sampled else []
     return [*blocks, step_parts_chart(run)] if run.curve else blocks
 
 

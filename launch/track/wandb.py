@@ -283,6 +283,8 @@ def run_figures(report: Report) -> dict[str, Any]:
         "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu,
         "targets_per_s_per_gpu": speed.targets_per_s_per_gpu,
         "tokens_per_s_per_gpu_predicted": report.predicted.speed.tokens_per_s_per_gpu,
+        "gpu_idle_share": None if report.device_time is None else report.device_time.idle_share,
+        "graph_breaks": None if report.verified is None else sum(report.verified.graph_breaks.values()) or None,
         "incidents": len(report.incidents),
     }
     return {name: value for name, value in figures.items() if value is not None}

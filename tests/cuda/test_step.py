@@ -19,6 +19,7 @@ from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Pre
 
 pytestmark = needs_no_cuda
 WORKER = Path(__file__).parents[1] / "distributed" / "engine_worker.py"
+IDLE = 0.4  # share of the time, that the profiler of the device records
 TOLERANCE = 1e-5  # of a loss around 5: sums are made in another order by document
 LORA = {"method": Method.LORA, "train": {"lora": LoraJob(rank=4)}}
 OPTIMIZERS = [optimizer for optimizer in Optimizer if optimizer is not Optimizer.DEEPSPEED_CPU_ADAM]
@@ -43,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packed-bf16": {"precision": Precision.BF16_MIXED},  # the one that takes the kernel of torch's `varlen_attn`
     "dpo": {},
     "dpo-lora": LORA,
+    "sampled": {"num_steps": 12},
 }
 LONG = (pytest.mark.long, pytest.mark.products)
 PARAMETERS = [pytest.param(name, marks=LONG if name in {*OPTIMIZERS} - QUICK else ()) for name in CASES]
@@ -61,9 +63,8 @@ def plan_of(name: str, kind: DeviceKind, caches: Mapping[str, Path]) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory, request) -> dict[tuple[str, DeviceKind], list[float]]:
-    """The losses of every case that runs, on the device and on the CPU; one process for each device runs all."""
-    from attempt_runs import losses_of
+def runs(tmp_path_factory, request) -> dict[tuple[str, DeviceKind], Path]:
+    """The run of every case, on the device and on the CPU; one process for each device runs all."""
     from pair_factory import write_pairs
     from rank_factory import write_attempt, write_packed_rows, write_rows
 
@@ -75,26 +76,38 @@ def losses(tmp_path_factory, request) -> dict[tuple[str, DeviceKind], list[float
     }
     root = os.pathsep.join([str(WORKER.parents[2]), os.environ.get("PYTHONPATH", "")])
     plain = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    on_card = machine_environment(Machine(cards=(H100,)), folder / "machine")
+    on_card = machine_environment(Machine(cards=(H100,), idle_share=IDLE), folder / "machine")
     on_card["PYTHONPATH"] = os.pathsep.join([on_card["PYTHONPATH"], root])
     items = [item for item in request.session.items if item.path == request.path]
     names = dict.fromkeys(item.callspec.params["name"] for item in items if hasattr(item, "callspec"))
-    found: dict[tuple[str, DeviceKind], list[float]] = {}
+    found: dict[tuple[str, DeviceKind], Path] = {}
     for kind, environment in ((DeviceKind.CPU, plain), (DeviceKind.CUDA, {**plain, **on_card})):
-        runs = {name: folder / kind.value / name for name in names}
-        paths = [write_attempt(run, plan_of(name, kind, caches)) for name, run in runs.items()]
+        places = {name: folder / kind.value / name for name in names}
+        paths = [write_attempt(run, plan_of(name, kind, caches)) for name, run in places.items()]
         done = subprocess.run(
             [sys.executable, str(WORKER), *map(str, paths)],
             env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        found |= {(name, kind): losses_of(run) for name, run in runs.items()}
+        found |= {(name, kind): run for name, run in places.items()}
     return found
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_step_on_the_device_learns_what_it_learns_on_a_cpu(losses, name: str):
-    card, host = losses[name, DeviceKind.CUDA], losses[name, DeviceKind.CPU]
-    assert len(card) == 3
+def test_a_step_on_the_device_learns_what_it_learns_on_a_cpu(runs, name: str):
+    from attempt_runs import losses_of
+
+    card, host = (losses_of(runs[name, kind]) for kind in (DeviceKind.CUDA, DeviceKind.CPU))
+    assert len(card) == CASES[name].get("num_steps", 3)
     tolerance = 0.05 if "bf16" in name or name in BY_DEVICE else TOLERANCE
     assert card == pytest.approx(host, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", ["sampled", "accumulated"])
+def test_a_device_that_is_idle_is_reported_on_the_line_that_ends_the_sample(runs, name: str):
+    from attempt_runs import metrics_of
+
+    shares = {line["step"]: line.get("gpu_idle_share") for line in metrics_of(runs[name, DeviceKind.CUDA])}
+    found = {step: share for step, share in shares.items() if share is not None}
+    assert found == ({6: pytest.approx(IDLE, abs=0.05)} if name == "sampled" else {}), "the others are too short"
+    assert all("gpu_idle_share" not in line for line in metrics_of(runs[name, DeviceKind.CPU]))

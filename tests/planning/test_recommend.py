@@ -18,7 +18,7 @@ from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.hardware import MeasuredRates
 from shardwise.trainer.spec.job.sections import DataFormat
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Report, predicted_figures
+from shardwise.trainer.spec.report import AttemptRecord, DeviceTime, Ending, Fault, Report, predicted_figures
 from shardwise.trainer.spec.strategy import Checkpointing
 from shardwise.trainer.spec.units import GIB
 
@@ -136,6 +136,22 @@ def test_time_that_was_lost_is_told_with_what_it_is_worth(plan, observed, facts)
 )  # fmt: skip
 def test_what_gains_too_little_or_is_not_known_is_not_said(plan: Plan, observed: dict[str, Any]) -> None:
     assert [text for text in said(plan, **observed) if "data" not in text or "data_share" in observed] == []
+
+
+def test_a_sample_of_the_device_outranks_the_counter_of_the_driver(plan: Plan) -> None:
+    sampled = replace(report_of(plan), device_time=DeviceTime(num_steps=2, idle_share=0.42))
+    told = said(plan, sampled, idle_share=0.9, data_share=0.02, wait_share=0.3)
+    (text,) = [each for each in told if "ran nothing" in each]
+    assert all(fact in text for fact in ("40%", "pin.compile=true", "1.67x"))
+    assert said(plan, replace(sampled, device_time=DeviceTime(num_steps=2, idle_share=0.04)), idle_share=0.9) == []
+
+
+def test_graph_breaks_are_counted_with_their_most_common_reason(plan: Plan) -> None:
+    report = report_of(plan)
+    assert report.verified is not None
+    breaks = {"Call to `print`": 7, "Unsupported context manager": 2}
+    (text,) = said(plan, replace(report, verified=replace(report.verified, graph_breaks=breaks)))
+    assert all(fact in text for fact in ("9 graph breaks", "7: Call to `print`", "TORCH_LOGS=graph_breaks"))
 
 
 def test_padding_is_told_where_rows_can_be_packed_and_a_stream_is_told_to_be_prepared(plan: Plan) -> None:

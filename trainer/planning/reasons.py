@@ -30,6 +30,7 @@ from shardwise.trainer.planning.search.configurations import (
     shard_groups,
     starts_of,
 )
+from shardwise.trainer.planning.search.packages import missing_kernels
 from shardwise.trainer.planning.search.traced_blocks import kernel_warnings, traced_notes
 from shardwise.trainer.planning.speed.step import speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -147,6 +148,7 @@ def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
         *_rate_warnings(context, chosen),
         *_packing_warnings(context),
         *kernel_warnings(context, chosen),
+        *(f"{each.sentence}; {each.fix}" for each in missing_kernels(context, chosen)),
         *_time_warnings(context, chosen),
         *_memory_warnings(context, chosen),
         *_idle_warnings(context, chosen),

@@ -19,6 +19,7 @@ from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.search.certainty import usual_error
 from shardwise.trainer.planning.search.choice import survey
 from shardwise.trainer.planning.search.configurations import best_candidate
+from shardwise.trainer.planning.search.packages import missing_packages
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.plan import Candidate, Plan, RatesSource
@@ -182,14 +183,40 @@ def _saving(_: PlanningContext, plan: Plan, report: Report, observed: Observed) 
 
 
 def _host(_: PlanningContext, plan: Plan, report: Report, observed: Observed) -> Iterator[Recommendation]:
-    """Time in which the GPU waits for the host to start its kernels, without the wait for data."""
-    if observed.idle_share is None:
+    """Time in which the GPU waits for the host to start its kernels, without the wait for data.
+
+    The sample of a profiler is preferred to NVML's counter, which misses gaps between kernels. A sampled step has no
+    wait for other ranks: they wait before it, or in a collective.
+    """
+    sampled = report.device_time
+    if sampled is None and observed.idle_share is None:
         return
-    idle = max(0.0, observed.idle_share - (observed.data_share or 0.0) - (observed.wait_share or 0.0))
+    waited = observed.data_share or 0.0
+    waited += 0.0 if sampled is not None else observed.wait_share or 0.0
+    idle = max(0.0, (observed.idle_share or 0.0) - waited if sampled is None else sampled.idle_share - waited)
     gain = _without(idle)
     change = "a larger micro batch" if report.plan.compile else "a larger micro batch or pin.compile=true"
     text = f"the GPU ran nothing {idle:.0%} of the time, waiting for the host: {change} would give up to {gain:.2f}x"
     yield Recommendation(text=text, gain=gain)
+
+
+def _packages(context: PlanningContext, _: Plan, report: Report, __: Observed) -> Iterator[Recommendation]:
+    """Packages with kernels that were missing."""
+    for package in missing_packages(context, report.plan):
+        yield Recommendation(text=f"{package.sentence}; {package.fix}", gain=package.gain)
+
+
+def _graph_breaks(_: PlanningContext, __: Plan, report: Report, ___: Observed) -> Iterator[Recommendation]:
+    breaks = {} if report.verified is None else report.verified.graph_breaks
+    if not breaks:
+        return
+    reason, count = next(iter(breaks.items()))
+    total = sum(breaks.values())
+    text = (
+        f"torch.compile has {total} graph break{'s' if total > 1 else ''} in the blocks ({count}: {reason}): what lies "
+        "between the graphs runs eagerly; TORCH_LOGS=graph_breaks shows where, pin.compile=false runs without"
+    )
+    yield Recommendation(text=text, gain=None)
 
 
 def _throttling(_: PlanningContext, __: Plan, ___: Report, observed: Observed) -> Iterator[Recommendation]:
@@ -223,4 +250,4 @@ def _without(share: float) -> float:
     return 1 / (1 - share) if share < 1 else 1.0
 
 
-_FINDERS = (_configurations, _lost_time, _saving, _host, _throttling, _prediction)
+_FINDERS = (_configurations, _lost_time, _saving, _host, _packages, _graph_breaks, _throttling, _prediction)

@@ -81,6 +81,14 @@ class SpeedFigures(Value, frozen=True, kw_only=True):
     queued_share: float | None = None  # of the time, in which threads of rank 0 waited for a core
 
 
+class DeviceTime(Value, frozen=True, kw_only=True):
+    """Use of the GPU of rank 0 in sampled steps; shares are of the time of these steps."""
+
+    num_steps: int
+    idle_share: float  # no stream ran a kernel or a copy
+    kinds: dict[str, float] = {}  # in which kernels of a kind ran, the largest first; kinds on several streams overlap
+
+
 class Figures(Value, frozen=True, kw_only=True):
     """One side of the comparison; predicted and measured have the same shape."""
 
@@ -103,6 +111,7 @@ class Verified(Value, frozen=True, kw_only=True):
     backend: str | None = None
     checkpointed_blocks: int = 0
     not_compiled: str | None = None  # why blocks that failed to compile ran eagerly
+    graph_breaks: dict[str, int] = {}  # places where torch.compile left a block's graph, by their reason
     facts: dict[str, str] = {}  # what was seen after the first step: state types, recomputation, scale, trained share
 
 
@@ -186,6 +195,7 @@ class Report(Value, frozen=True, kw_only=True):
     history: tuple[AttemptRecord, ...] = ()  # of a run: every attempt, those before a resumption too
     limit: str | None = None  # of a run that was stopped: the limit of the job that did it, limits.hours or limits.cost
     error: str | None = None  # one line
+    device_time: DeviceTime | None = None  # of the last attempt; None: not sampled
 
     @property
     def parts_s(self) -> dict[str, float]:

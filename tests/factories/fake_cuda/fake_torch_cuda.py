@@ -5,7 +5,7 @@ import logging
 import os
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -34,6 +34,8 @@ def install() -> None:
     attention_kernel.register()
     _install_bitsandbytes()
     _install_nccl()
+    if machine.idle_share is not None:
+        _install_profiler(machine.idle_share)
 
 
 def _visible(machine: Machine) -> list[tuple[int, Card]]:
@@ -271,6 +273,46 @@ def _install_bitsandbytes() -> None:
 def _clear(place: ctypes.c_void_p, value: Any, num_bytes: int) -> None:
     assert value.value == 0, "managed memory is filled with zeros alone"
     ctypes.memset(place, 0, num_bytes)
+
+
+def _install_profiler(idle_share: float) -> None:
+    """A profiler of the device alone: kernels of two kinds, and none for a share of the time that it records."""
+    whole = torch.profiler.profile
+
+    class Recording:
+        def __init__(self, *, activities: list[Any]) -> None:
+            self.begin_ns = self.end_ns = 0
+            results = _Fields(events=lambda: list(_recorded(self.begin_ns, self.end_ns, idle_share)))
+            self.profiler = _Fields(kineto_results=results)
+
+        def start(self) -> None:
+            self.begin_ns = time.time_ns()
+
+        def stop(self) -> None:
+            self.end_ns = time.time_ns()
+
+    def profile(*, activities: list[Any], **settings: Any) -> Any:
+        is_device_alone = activities == [torch.profiler.ProfilerActivity.CUDA]
+        return Recording(activities=activities) if is_device_alone else whole(activities=activities, **settings)
+
+    torch.profiler.profile = profile
+    torch.profiler.supported_activities = lambda: set(torch.profiler.ProfilerActivity.__members__.values())
+
+
+_NUM_RECORDED = 50  # kernels, each followed by a gap
+
+
+def _recorded(begin_ns: int, end_ns: int, idle_share: float) -> Iterator["_Fields"]:
+    each = (end_ns - begin_ns) / _NUM_RECORDED
+    events = [("nccl:all_gather", begin_ns, end_ns, True)]  # a range that a program names, as long as all
+    for index in range(_NUM_RECORDED):
+        start, name = begin_ns + index * each, "sm90_xmma_gemm_bf16" if index % 2 else "Memcpy HtoD (Pinned -> Device)"
+        events.append((name, int(start), int(start + each * (1 - idle_share)), False))
+    kind = torch._C._autograd.DeviceType.CUDA
+    for name, start_ns, stop_ns, is_named in events:
+        values = {"name": name, "start_ns": start_ns, "end_ns": stop_ns, "device_type": kind}
+        values["is_user_annotation"] = is_named
+        yield _Fields(**{key: lambda value=value: value for key, value in values.items()})
 
 
 def _install_nccl() -> None:

@@ -40,6 +40,7 @@ class Machine:
     architectures: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
     is_usable: bool = True  # whether the driver lets torch initialise CUDA
     has_expandable_segments: bool = True  # whether memory can be mapped: not on WSL, nor on some vGPUs
+    idle_share: float | None = None  # of the time, as its profiler records it; None: torch has no CUPTI
     processes: tuple[tuple[int, str, int], ...] = ()  # pid, program, MiB: of others, on the first card
 
     def write(self, path: Path) -> None:

@@ -19,7 +19,7 @@ from shardwise.launch.show.report import (
 )
 from shardwise.trainer.planning.page.content import page_text
 from shardwise.trainer.spec.plan import OperatorTime, ProfileFigures, RetainedBytes
-from shardwise.trainer.spec.report import AttemptRecord, Ending, Fault, Figures, MemoryFigures, SpeedFigures
+from shardwise.trainer.spec.report import AttemptRecord, DeviceTime, Ending, Fault, Figures, MemoryFigures, SpeedFigures
 from shardwise.trainer.spec.units import GIB
 
 
@@ -48,6 +48,16 @@ def test_predicted_and_measured_stand_side_by_side_with_the_difference():
     assert all(fact in seen for fact in ("1 process", "AdamW", "fp32", "sdpa", "chunked"))
     assert "before: x x" in text and "after: main():\n              pass" in text
     assert "what would help:" not in text
+
+
+def test_the_time_of_the_device_stands_with_its_kinds():
+    sampled = DeviceTime(
+        num_steps=2, idle_share=0.31, kinds={"matrix products": 0.42, "attention": 0.1, "copies": 0.004}
+    )
+    lines = render_report(make_report(device_time=sampled), run_dir=Path("r")).splitlines()
+    (line,) = [line for line in lines if "idle" in line]
+    assert line.endswith("2 sampled steps: idle 31%, matrix products 42%, attention 10%")
+    assert "idle" not in render_report(make_report(), run_dir=Path("r"))
 
 
 def test_a_bad_ending_names_its_error_and_incidents():

@@ -74,6 +74,19 @@ def test_compiled_and_recomputed_blocks_give_the_gradients_of_eager_ones():
     assert backward(model).retained_bytes < backward(eager).retained_bytes / 3, "the recomputation was traced"
 
 
+@pytest.mark.usefixtures("only_traced")
+def test_a_graph_break_is_counted_with_its_reason_and_earlier_ones_are_not():
+    for _ in range(2):
+        torch._dynamo.reset()
+        model, installed = build()
+        for block in model.model.layers:
+            block.mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+        backward(model)
+        (reason, count), *others = installed.compilation.breaks().items()
+        assert "graph_break" in reason and "\n" not in reason and count >= 1 and not others
+        assert counts(installed.activation_facts(model)["compile"])[-1] == count
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("only_traced")
 @pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.FULL}))

@@ -22,7 +22,7 @@ def traced_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
     if shape.traced is not None:
         kinds = [f"{shape.traced.order.count(place)} {kind.name}" for place, kind in enumerate(shape.traced.kinds)]
         yield f"{_reason(shape)} a dry run of one block of each kind ({', '.join(kinds)})"
-    slow = _slow_kernels(context, chosen)
+    slow = slow_kernels(context, chosen)
     if slow is not None and slow.ratio < NOTED_RATIO:
         yield slow.text
 
@@ -36,22 +36,27 @@ def _reason(shape: ModelShape) -> str:
 
 def kernel_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
     """Functions of missing packages that cost a share of the step, the line that installs them, and that share."""
-    slow = _slow_kernels(context, chosen)
+    slow = slow_kernels(context, chosen)
     if slow is not None and slow.ratio >= NOTED_RATIO:
         yield slow.text
 
 
-NOTED_RATIO = 1.05  # below, missing kernels are no warning
+NOTED_RATIO = 1.05  # times as long; below, a missing package is no warning
 
 
-class _Slow(NamedTuple):
+class SlowKernels(NamedTuple):
     """What a step loses without kernels."""
 
     ratio: float
-    text: str
+    sentence: str
+    fix: str  # the command that installs them
+
+    @property
+    def text(self) -> str:
+        return f"{self.sentence}; {self.fix}"
 
 
-def _slow_kernels(context: PlanningContext, chosen: Candidate) -> _Slow | None:
+def slow_kernels(context: PlanningContext, chosen: Candidate) -> SlowKernels | None:
     """Functions that run operation by operation on the GPU; None where there are none."""
     shape = context.shape
     if shape.timed is None or context.is_cpu:
@@ -66,11 +71,11 @@ def _slow_kernels(context: PlanningContext, chosen: Candidate) -> _Slow | None:
     longer = f"{ratio:.2g} times as long as" if ratio >= 2 else f"{ratio - 1:.0%} longer than".replace("%", " %")
     count = sum(bool(of_kind[kind]) for kind in shape.timed.order)
     packages = sorted({kernel.package for kernel in kernels})
-    return _Slow(
+    return SlowKernels(
         ratio,
         f"{count} of {len(shape.timed.order)} blocks compute {_listed(sorted({kernel.name for kernel in kernels}))} "
-        f"in plain torch: a step takes about {longer} with {_listed(packages)}; "
-        f"{pip_line('--no-build-isolation', *packages)}",
+        f"in plain torch: a step takes about {longer} with {_listed(packages)}",
+        pip_line("--no-build-isolation", *packages),
     )
 
 

@@ -48,6 +48,7 @@ from shardwise.trainer.runtime.loop.step import run_step
 from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
 from shardwise.trainer.runtime.run.clock import CardWatch, Clock, CoreQueue
+from shardwise.trainer.runtime.run.device_time import DeviceSample, sampled_steps
 from shardwise.trainer.runtime.run.state import (
     SKIPPED_STEPS,
     IncidentKind,
@@ -91,13 +92,13 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
         MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics,
         CardWatch(session.accelerator.device).watching() as card,
     ):
-        observer = StepObserver(session, card)
+        observer, sample = StepObserver(session, card), _device_sample(session)
         while state.step < schedule.num_steps and not _has_stalled(session):
             if not _continues(session, wants_stop, observer):
                 if not session.plan.is_trial:
                     save_state(session, "the stop")
                 return Ending.STOPPED
-            done = _one_step(session, objectives, observer, checks)
+            done = _one_step(session, objectives, observer, checks, sample)
             done = done._replace(incidents=(*from_start, *done.incidents, *adapters.after_step()))
             from_start = ()
             goes_back = must_go_back(session)
@@ -125,7 +126,9 @@ def _is_logged(session: Session, figures: StepMetrics) -> bool:
     """True if a step is logged under `log.every`; the first, the last, scored, skipped and reported are."""
     every, first = session.plan.job.log.every.steps or 1, (session.state.resumed_from_step or 0) + 1
     is_edge = figures.step in (first, session.plan.schedule.num_steps)
-    is_news = bool(figures.skipped) or figures.eval_loss is not None or figures.incidents is not None
+    is_news = bool(figures.skipped) or any(
+        value is not None for value in (figures.eval_loss, figures.incidents, figures.gpu_idle_share)
+    )
     return is_edge or is_news or figures.step % every == 0
 
 
@@ -176,7 +179,18 @@ def _has_stalled(session: Session) -> bool:
     return not session.ranks.all_agree(evaluations_without_gain(session.state.evaluations) < patience)
 
 
-def _one_step(session: Session, objectives: Objectives, observer: StepObserver, checks: FirstSteps) -> DoneStep:
+def _device_sample(session: Session) -> DeviceSample:
+    """The sample of the GPU's time: the steps after the one whose memory is profiled."""
+    plan, device = session.plan, session.accelerator.device
+    is_sampled = plan.job.log.device_time and device.type == "cuda" and not plan.is_trial and plan.profile is None
+    profiled = (session.state.resumed_from_step or 0) + SKIPPED_STEPS + 1
+    steps = sampled_steps(after=profiled, num_steps=plan.schedule.num_steps) if is_sampled else range(0)
+    return DeviceSample(device, steps, is_recording=session.is_first)
+
+
+def _one_step(
+    session: Session, objectives: Objectives, observer: StepObserver, checks: FirstSteps, sample: DeviceSample
+) -> DoneStep:
     """Runs one step and records its measurements."""
     plan, state, device = session.plan, session.state, session.accelerator.device
     step = state.step + 1
@@ -184,6 +198,7 @@ def _one_step(session: Session, objectives: Objectives, observer: StepObserver, 
         state.core_queue = CoreQueue()
     clock = Clock(device, on_phase=lambda phase: session.writer.beat(phase, step=step - 1))
     checks.before_step()
+    sample.begin(step)
     begin = time.perf_counter()
     with clock.measure("data"):
         of_step = _rows_of_step(session, step)
@@ -209,23 +224,29 @@ def _one_step(session: Session, objectives: Objectives, observer: StepObserver, 
         )
     clock.seconds("optimizer")  # waits for it: a step ends with its update
     step_s = time.perf_counter() - begin
-    state.step = step
+    sampled = sample.end(step)
+    state.step, state.device_time = step, sampled or state.device_time
     state.tokens_seen += result.num_tokens
     state.targets_seen += result.num_targets
     state.final_loss = result.loss if math.isfinite(result.loss) else state.final_loss
     rows = _row_numbers(session, step) if result.fault is not None else ()
     note_step(state, result, step=step, rows=rows)
-    if not is_profiled and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
+    if not is_profiled and not sample.includes(step) and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
         state.steady_steps.append(SteadyStep(step_s, result.num_tokens, result.num_targets))
         state.steady_parts.append(observer.parts(clock))
     session.writer.write_status("training", step=step)
     if state.verified is not None and not state.verified.facts and not result.was_skipped:
         check_fp8_ran(session.installed.fp8, plain_model(session.model))
         seen = facts_after_step(session.model, session.optimizer, session.installed, session.scaler)
-        state.verified = replace(state.verified, facts=seen | timed_facts(session.plan))
+        compilation = session.installed.compilation
+        breaks = {} if compilation is None else compilation.breaks()
+        state.verified = replace(state.verified, facts=seen | timed_facts(session.plan), graph_breaks=breaks)
     _note_fallbacks(session, step)
     problems = checks.after_step(of_step, micro_batches, result)
-    return DoneStep(result, clock, lr, step_s, padding_share(micro_batches), rows, _epoch(session), problems)
+    idle_share = None if sampled is None else sampled.idle_share
+    return DoneStep(
+        result, clock, lr, step_s, padding_share(micro_batches), rows, _epoch(session), problems, idle_share
+    )
 
 
 def _note_fallbacks(session: Session, step: int) -> None:

@@ -69,6 +69,7 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     gpu_power_w: float | None = None
     gpu_temperature_c: int | None = None
     gpu_throttle: str | None = None  # why clocks are held down
+    gpu_idle_share: float | None = None  # of the sampled steps, on the line of the last: no kernel and no copy ran
     eval_loss: float | None = None
     eval_accuracy: float | None = None  # share of the held-out targets that are the most likely token
     eval_reward_accuracy: float | None = None  # of held-out pairs, under DPO
@@ -157,6 +158,7 @@ class DoneStep(NamedTuple):
     rows: tuple[int, ...]  # that it passed over
     epoch: float | None
     incidents: tuple[str, ...] = ()
+    idle_share: float | None = None  # of the GPU, in the step that ends a sample
 
 
 class StepObserver:
@@ -210,6 +212,7 @@ class StepObserver:
             skipped=True if result.was_skipped else None,
             skipped_rows=done.rows if result.was_skipped and done.rows else None,
             incidents=done.incidents or None,
+            gpu_idle_share=done.idle_share,
             **self._speed(rate / self._session.accelerator.num_processes),
             **self._memory(done.clock),
             **self._machine(),

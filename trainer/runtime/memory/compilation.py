@@ -18,7 +18,8 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ def compile_blocks(
     except (InputError, EnvironmentFaultError) as error:
         if is_pinned:
             raise
-        return Compilation(0, 0, EagerFallback(str(error).splitlines()[0]))
+        return Compilation(0, {}, EagerFallback(str(error).splitlines()[0]))
     import torch._dynamo  # after the check: it takes seconds
     import torch._functorch.config
 
@@ -66,7 +67,7 @@ def compile_blocks(
             block._compiled_call_impl = partial(fallback.run, block, compiled)
     if offload is not None:
         offload.exclude_from_compilation()
-    return Compilation(*_graphs_and_breaks(), fallback)
+    return Compilation(_num_graphs(), _breaks(), fallback)
 
 
 class EagerFallback:
@@ -102,7 +103,7 @@ class Compilation(NamedTuple):
     """The compiler's counters in this process before the blocks of a model were compiled."""
 
     num_graphs: int
-    num_breaks: int
+    earlier_breaks: Mapping[str, int]  # by their reason
     fallback: EagerFallback | None = None
 
     @property
@@ -121,8 +122,16 @@ class Compilation(NamedTuple):
             return {"compile": f"no block, {self.problem}"}
         blocks = blocks_of(model)
         num_compiled = sum(block._compiled_call_impl is not None for block in blocks)
-        graphs, breaks = (now - earlier for now, earlier in zip(_graphs_and_breaks(), self[:2], strict=True))
+        graphs, breaks = _num_graphs() - self.num_graphs, sum(self.breaks().values())
         return {"compile": f"{num_compiled} of {len(blocks)} blocks, as {graphs} graphs with {breaks} breaks"}
+
+    def breaks(self) -> dict[str, int]:
+        """Graph breaks since, by the first line of their reason."""
+        found: Counter[str] = Counter()
+        for reason, count in _breaks().items():
+            if count > self.earlier_breaks.get(reason, 0):
+                found[reason.strip().partition("\n")[0]] += count - self.earlier_breaks.get(reason, 0)
+        return dict(found.most_common())
 
 
 class Kernels(NamedTuple):
@@ -313,11 +322,18 @@ def _with_gradients(compute: Callable[..., Tensor], inputs: tuple[Tensor, ...], 
     return [each.float() for each in (output.detach(), *(leaf.grad for leaf in leaves)) if each is not None]
 
 
-def _graphs_and_breaks() -> tuple[int, int]:
-    """Number of graphs captured in this process, and of graph breaks."""
+def _num_graphs() -> int:
+    """Number of graphs captured in this process."""
     from torch._dynamo.utils import counters
 
-    return int(counters["stats"]["unique_graphs"]), int(sum(counters["graph_break"].values()))
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _breaks() -> dict[str, int]:
+    """Graph breaks in this process, by their reason."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
 
 
 def _check_compiler() -> None:

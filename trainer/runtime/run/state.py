@@ -51,6 +51,7 @@ from shardwise.trainer.spec.messages.rank_files import (
 )
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import (
+    DeviceTime,
     Evaluation,
     Figures,
     MemoryFigures,
@@ -230,6 +231,7 @@ class RunState:
     steady_steps: list[SteadyStep] = field(default_factory=list)
     steady_parts: list[dict[str, float]] = field(default_factory=list)  # seconds of their phases
     core_queue: CoreQueue | None = None  # since the first steady step
+    device_time: DeviceTime | None = None  # once steps were sampled
 
     @property
     def incidents(self) -> list[str]:

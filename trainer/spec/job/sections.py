@@ -461,6 +461,9 @@ class LogJob(Value, frozen=True, kw_only=True):
             interval(allows_time=False),
         ),
     ] = Every(steps=1)
+    device_time: Annotated[
+        bool, Setting("On a GPU, samples two steps with torch's profiler: idle time, time by kind of kernel.")
+    ] = True
     notify: Annotated[
         tuple[str, ...] | None,
         Setting("Receives a notice when the run ends, fails or is queued again.", notification()),
