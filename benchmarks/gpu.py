@@ -1,11 +1,14 @@
 """Half an hour on a GPU: does everything run, are predictions right, how fast is it compared with other trainers.
 
-    python benchmarks/gpu.py [--minutes 30] [--out DIR] [--only REGEX] [--write]
+    python benchmarks/gpu.py [--minutes 30] [--out DIR] [--only REGEX] [--list] [--write]
 
-One programme, the most important first: (1) every engine and method, (2) predictions and measurements, and caps at
-the prediction and below it, (3) an 8B model compared with TRL and plain Accelerate, (4) FP8, (5) small cards under
---vram. A call ends within its time limit; the next one continues with the remaining steps. Models have random weights:
-nothing is downloaded. Without a GPU, all of it is rehearsed with tiny models on the CPU.
+One programme, the most valuable first: (1) an 8B model with all parameters at the planner's own choice, (2) FP8,
+(3) 8B with state in host RAM, and QLoRA under small caps, (4) predictions and measurements, and caps at the prediction
+and below it, (5) an 8B model compared with TRL and plain Accelerate, (6) small cards under --vram, (7) every engine and
+method. --list shows which steps three calls of ten minutes hold, by an upper bound of their seconds.
+
+A call ends within its time limit; the next one continues with the remaining steps. Models have random weights: nothing
+is downloaded. Without a GPU, all of it is rehearsed with tiny models on the CPU.
 
 DIR (runs/bench-gpu) contains steps-DEVICE.jsonl, DEVICE.json (every figure, with hardware and versions) and calibration
 lines. --write copies them to benchmarks/results/ and tests/calibration/ and updates docs/benchmarks.md.
@@ -28,12 +31,12 @@ for place in (ROOT, ROOT / "benchmarks"):
         sys.path.insert(0, str(place))
 
 import msgspec  # noqa: E402  (the path comes first)
-from on_gpu import engines, fp8, peers, predicted, small_cards  # noqa: E402
+from on_gpu import engines, fp8, headline, peers, predicted, small_cards  # noqa: E402
 from on_gpu.bench import LEAST_ROWS, Bench, job_of, portable_hardware  # noqa: E402
 from on_gpu.case import Outcome, Row, result_of  # noqa: E402
 from on_gpu.models import model_config  # noqa: E402
 from on_gpu.peaks import ROWS_NAME, Peak, write_peaks  # noqa: E402
-from on_gpu.programme import Step, StepLog, matching, run_steps  # noqa: E402
+from on_gpu.programme import Step, StepLog, calls_of, matching, run_steps  # noqa: E402
 from written_page import markdown_table, with_tables  # noqa: E402
 
 from shardwise.launch.attempt.supervisor import StopRequest  # noqa: E402
@@ -44,12 +47,13 @@ from shardwise.trainer.spec.units import format_bytes  # noqa: E402
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RESULTS, CALIBRATION = ROOT / "benchmarks" / "results", ROOT / "tests" / "calibration"
 MINUTES = 30.0
+LISTED_CALL_S, NUM_LISTED_CALLS = 600.0, 3
 CORES_EACH, MOST_TOGETHER = 2, 7  # of concurrent runs: starting one needs cores, not the card
 NOT_MEASURED = "Not measured on a GPU yet: no figure here is from one.\n"
 
 
 class Part(NamedTuple):
-    """One of the five parts; caps have a separate table."""
+    """A part of the programme; caps have a separate table."""
 
     name: str
     about: str
@@ -58,6 +62,7 @@ class Part(NamedTuple):
 
 
 PARTS = (
+    Part(headline.PART, "An 8B model on one card", headline.summary, headline.table),
     Part(engines.PART, "Every engine and method", engines.summary, engines.table),
     Part(predicted.PART, "Predicted and measured", predicted.summary, predicted.table),
     Part(predicted.CAPS, "Caps at the prediction and 3 % below", predicted.caps_summary, predicted.caps_table),
@@ -69,7 +74,9 @@ PARTS = (
 
 def programme(bench: Bench) -> list[Step]:
     """All steps, in their order."""
-    return [step for part in (engines, predicted, peers, fp8, small_cards) for step in part.steps(bench)]
+    full, *others = headline.steps(bench)
+    later = (step for part in (predicted, peers, small_cards, engines) for step in part.steps(bench))
+    return [full, *fp8.steps(bench), *others, *later]
 
 
 def main() -> int:
@@ -79,9 +86,12 @@ def main() -> int:
     out: Path = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with stop.listening():
-        bench = Bench(out, is_tiny=options.tiny, console=console, stop=stop)
+        bench = Bench(out, is_tiny=options.tiny, console=console, stop=stop, is_listed=options.list)
         log = StepLog(out / f"steps-{slug_of(bench)}.jsonl", versions=bench.versions)
         steps = matching(programme(bench), options.only, first=options.first)
+        if options.list:
+            console.line(calls_table(steps, log))
+            return 0
         together = options.together or _together(bench)
         console.line(f"{len(steps)} steps on {bench.device_name}, up to {together} concurrently")
         progress = run_steps(steps, bench, log, until_s=until_s, together=together)
@@ -92,6 +102,19 @@ def main() -> int:
     if stop.kind is not None and not progress.is_time_over:
         return int(ExitCode.INTERRUPTED)
     return 1 if num_failed(rows) else 0
+
+
+def calls_table(steps: Sequence[Step], log: StepLog) -> str:
+    """The steps that are left and fit into each of three calls of ten minutes, with an upper bound of their seconds."""
+    lines, held = [], 0
+    waiting = [step for step in steps if not log.has(step)]
+    for number, call in enumerate(calls_of(waiting, seconds=[LISTED_CALL_S] * NUM_LISTED_CALLS), start=1):
+        held += len(call)
+        lines.append(
+            f"call {number} of {LISTED_CALL_S / 60:g} minutes: at most {sum(s.expected_s for s in call):.0f} s"
+        )
+        lines += [f"  {step.expected_s:4.0f} s  {step.part}: {step.name}" for step in call]
+    return "\n".join([*lines, f"{held} of {len(waiting)} steps; those that only measure memory run concurrently"])
 
 
 def num_failed(rows: Mapping[str, Mapping[str, Row]]) -> int:
@@ -220,6 +243,7 @@ def _options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", default="", metavar="REGEX", help="steps with this in `part: name`")
     add("--first", type=int, metavar="N", help="the first N steps of each part")
     add("--together", type=int, metavar="N", help="concurrent runs if only memory counts; default by cores")
+    add("--list", action="store_true", help="show the steps of three calls of ten minutes, and run none")
     add("--tiny", action="store_true", help="rehearse with tiny models, also on a GPU")
     add("--write", action="store_true", help="update benchmarks/results/, tests/calibration/ and docs/benchmarks.md")
     return parser.parse_args(argv)

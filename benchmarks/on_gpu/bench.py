@@ -76,14 +76,16 @@ class Bench:
         console: Console,
         stop: StopRequest,
         environment: Mapping[str, str] = os.environ,
+        is_listed: bool = False,
     ) -> None:
         hardware = read_machine(None)
         self.work, self.console, self.stop = work, console, stop
         self.environment = {**environment, "XDG_STATE_HOME": str(work / "no-earlier-runs")}
         self.hardware = replace(hardware, gpus=hardware.gpus[:1])
-        self.is_tiny = is_tiny or not self.hardware.gpus
+        self.is_tiny = (is_tiny or not self.hardware.gpus) and not is_listed  # a list is of the real models
         self.versions = recorded_versions()
         self._plans: dict[bytes, Plan | ShardwiseError] = {}
+        self._created: set[str] = set()  # models whose creation a step's bound contains
 
     @property
     def device_name(self) -> str:
@@ -138,11 +140,12 @@ class Bench:
             return 0
 
     def expected_s(self, case: Case) -> float:
-        """Upper bound of the seconds of a case on a card, including the creation of its weights."""
+        """Upper bound of the seconds of a case on a card; the first with a model includes creating its weights."""
         shape = read_model_shape(model_config(case.model, is_tiny=self.is_tiny))
         weight_bytes = 2 * shape.num_parameters
         flops = 8 * shape.num_parameters * case.seq_len * case.sequences_per_step * case.num_steps
-        is_there = (self.work / "models" / case.model).is_dir()
+        is_there = case.model in self._created or (self.work / "models" / case.model).is_dir()
+        self._created.add(case.model)
         load_s = weight_bytes / LOAD_BYTES_PER_S + (0.0 if is_there else weight_bytes / WRITE_BYTES_PER_S)
         return START_S + load_s + flops / TIMED_FLOPS_PER_S
 

@@ -23,7 +23,16 @@ from msgspec.structs import replace
 
 from on_gpu.bench import Bench
 from on_gpu.case import Case, Outcome, Row
-from on_gpu.peer_files import SEED, Contest, PeerJob, accelerate_script, pinned_job, planned_job, trl_script
+from on_gpu.peer_files import (
+    SEED,
+    Contest,
+    PeerJob,
+    accelerate_script,
+    best_trl_script,
+    pinned_job,
+    planned_job,
+    trl_script,
+)
 from on_gpu.programme import Step
 from on_gpu.tables import bytes_cell, markdown_table, number, ratio
 from shardwise.launch.rundir.process_record import descendants, record_of
@@ -55,6 +64,7 @@ class Trainer(NamedTuple):
     package: str | None  # as pip names it; None for shardwise itself
     file: str
     write: Callable[[PeerJob], str]
+    others: tuple[str, ...] = ()  # packages that it needs besides
 
 
 PINNED = "shardwise, same settings"
@@ -62,6 +72,7 @@ TRAINERS = (
     Trainer(PINNED, None, "job.yaml", pinned_job),
     Trainer("shardwise, its own choice", None, "job.yaml", planned_job),
     Trainer("TRL SFTTrainer", "trl", "train_trl.py", trl_script),
+    Trainer("TRL SFTTrainer, best settings", "trl", "train_trl.py", best_trl_script, ("liger-kernel",)),
     Trainer("plain Accelerate", "accelerate", "train_accelerate.py", accelerate_script),
 )
 
@@ -82,7 +93,7 @@ def steps(bench: Bench) -> list[Step]:
 def run_trainer(bench: Bench, contest: Contest, trainer: Trainer) -> Row:
     """One trainer, from its start to the end of its last step."""
     facts: Row = {"contest": contest.name, "trainer": trainer.name}
-    packages = [*([trainer.package] if trainer.package else []), *NEEDED[contest.method]]
+    packages = [*([trainer.package] if trainer.package else []), *trainer.others, *NEEDED[contest.method]]
     missing = [package for package in packages if not _is_installed(package)]
     if missing:
         return facts | {"outcome": str(Outcome.REFUSED), "reason": f"{missing[0]} is not installed here"}
@@ -181,7 +192,12 @@ def _lines_of(bench: Bench, trainer: Trainer, job: PeerJob) -> list[Row]:
     log_path = job.folder / "log.txt"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            argv_of(trainer, file), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            argv_of(trainer, file, num_steps=job.contest.num_steps),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
     try:
         _wait(bench, process, job)
@@ -193,8 +209,11 @@ def _lines_of(bench: Bench, trainer: Trainer, job: PeerJob) -> list[Row]:
     return lines
 
 
-def argv_of(trainer: Trainer, file: Path) -> list[str]:
-    """The command of a trainer with its clock: a hook of shardwise, a wrapper for the others."""
+def argv_of(trainer: Trainer, file: Path, *, num_steps: int) -> list[str]:
+    """The command of a trainer with its clock: a hook of shardwise, a wrapper for the others.
+
+    `shardwise profile --time` runs the steps of the job's own plan and, like the others here, saves nothing.
+    """
     if trainer.package is not None:
         return [sys.executable, str(SCRIPTS / "with_clock.py"), str(file.parent), str(file)]
     hook = file.parent / "clock.py"
@@ -204,8 +223,8 @@ def argv_of(trainer: Trainer, file: Path) -> list[str]:
         "def on_step(step, metrics):\n"
         '    clock.end_of_step(step, loss=metrics["loss"], peak_bytes=metrics.get("memory_peak_bytes"))\n'
     )
-    command = [sys.executable, "-m", "shardwise.launch.cli", "train", str(file), f"extensions={hook}"]
-    return [*command, "--run-dir", str(file.parent / "run")]
+    command = [sys.executable, "-m", "shardwise.launch.cli", "profile", str(file), f"extensions={hook}"]
+    return [*command, "--time", "--steps", str(num_steps), "--out", str(file.parent / "run")]
 
 
 def _wait(bench: Bench, process: subprocess.Popen[bytes], job: PeerJob) -> None:

@@ -128,6 +128,22 @@ def run_steps(steps: Sequence[Step], bench: Bench, log: StepLog, *, until_s: flo
     return Progress(num_new, num_left, is_time_over)
 
 
+def calls_of(steps: Sequence[Step], *, seconds: Sequence[float]) -> list[list[Step]]:
+    """The steps that begin in each of several calls if each takes its upper bound and none run concurrently."""
+    waiting, calls = list(steps), []
+    for limit_s in seconds:
+        left_s, begun, later = limit_s - END_S, list[Step](), list[Step]()
+        for step in waiting:
+            if step.expected_s <= left_s:
+                left_s -= step.expected_s
+                begun.append(step)
+            else:
+                later.append(step)
+        calls.append(begun)
+        waiting = later
+    return calls
+
+
 def outcome_line(row: Row) -> str:
     """Outcome of a step, as short text."""
     verdict = row.get("verdict") or row.get("outcome") or "done"

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import yaml
 from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
-from on_gpu import engines, fp8, peers, predicted, small_cards
+from on_gpu import engines, fp8, headline, peers, predicted, small_cards
 from on_gpu.bench import job_of
 from on_gpu.case import Case, CaseResult, Outcome, RowKind, result_of, row_of
 from on_gpu.models import model_config, model_folder
 from on_gpu.peaks import ROWS_NAME, plan_stated
-from on_gpu.peer_files import PeerJob, accelerate_script, pinned_job, trl_script
+from on_gpu.peer_files import PeerJob, accelerate_script, best_trl_script, pinned_job, trl_script
 from planning_factory import machine
 
+from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Figures, MemoryFigures, SpeedFigures
 from shardwise.trainer.spec.units import GIB
@@ -29,6 +30,7 @@ LIBRARIES = (
     "transformer-engine", "torchao", "flash-attn", "liger-kernel", "triton",
 )  # fmt: skip
 CARD = machine("1xH100-SXM5-80GB", ram_bytes=128 * GIB, libraries=LIBRARIES)
+H200 = machine("1xH200-SXM5-141GB", ram_bytes=128 * GIB, libraries=LIBRARIES)
 ENGINE_CASES = tuple(each.case for each in engines.CASES)
 FP8_CASES = (fp8.case_of(fp8.BASE), *(fp8.case_of("fp8", recipe) for recipe in fp8.RECIPES))
 PLANNED = tuple(  # without recipes that only Blackwell has, and pairs, whose plan needs the rows
@@ -37,11 +39,12 @@ PLANNED = tuple(  # without recipes that only Blackwell has, and pairs, whose pl
 )  # fmt: skip
 
 
-def planned(case: Case, folder: Path) -> Plan:
+def planned(case: Case, folder: Path, card: Hardware = CARD) -> Plan:
     config = model_config(case.model, is_tiny=False)
     model = case.model if case.model != ENGINE_CASES[0].model else "llama-3.2-1b"
     job = job_of(case, model=model, rows=ROWS_NAME, seq_len=case.seq_len)
-    return plan_stated(job, CARD, folder, num_rows=32, model_config=config, vram_bytes=case.vram_bytes)
+    num_rows = max(32, case.sequences_per_step)
+    return plan_stated(job, card, folder, num_rows=num_rows, model_config=config, vram_bytes=case.vram_bytes)
 
 
 def pins_of(plan: Plan) -> dict[str, str]:
@@ -52,11 +55,12 @@ def pins_of(plan: Plan) -> dict[str, str]:
     return {"train.method": str(chosen.method), **{f"pin.{key}": str(each).lower() for key, each in found.items()}}
 
 
-@pytest.mark.parametrize("cases", [ENGINE_CASES, predicted.CASES, small_cards.CASES], ids=["1", "2", "5"])
+@pytest.mark.parametrize("cases", [ENGINE_CASES, predicted.CASES, small_cards.CASES, headline.CASES])
 def test_every_case_has_a_name_and_settings_of_its_own(cases: tuple[Case, ...]):
     assert len({case.name for case in cases}) == len(cases)
-    assert len({json.dumps([case.model, case.seq_len, case.micro_batch, case.settings, case.engine, case.rows])
-                for case in cases}) == len(cases)  # fmt: skip
+    settings = {json.dumps([case.model, case.seq_len, case.micro_batch, case.settings, case.engine, case.rows,
+                            case.vram_bytes]) for case in cases}  # fmt: skip
+    assert len(settings) == len(cases)
 
 
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
@@ -72,6 +76,20 @@ def test_a_case_is_planned_as_it_is_named_and_fits_an_h100(case: Case, tmp_path:
 @pytest.mark.parametrize("case", small_cards.CASES, ids=lambda case: case.name)
 def test_a_small_card_holds_its_job(case: Case, tmp_path: Path):
     assert planned(case, tmp_path).chosen.memory.need_bytes <= (case.vram_bytes or 0)
+
+
+@pytest.mark.parametrize("case", headline.CASES, ids=lambda case: case.name)
+def test_the_cases_of_8b_fit_an_h200_and_128_gib_of_ram(case: Case, tmp_path: Path):
+    plan = planned(case, tmp_path, H200)
+    pins, memory = pins_of(plan), plan.chosen.memory
+    assert {key: value for key, value in case.settings.items() if key in pins}.items() <= pins.items()
+    assert memory.need_bytes <= (case.vram_bytes or memory.usable_bytes)
+    assert memory.host_bytes + memory.pinned_bytes < 0.9 * 128 * GIB
+    if case is headline.FULL:
+        chosen = plan.chosen
+        assert (chosen.compile, chosen.strategy.precision, chosen.strategy.sharding) == (True, "bf16", "none")
+        tokens = case.seq_len * case.sequences_per_step
+        assert tokens == 262_144 and case.num_steps * chosen.speed.step_s < headline.FULL_S / 2
 
 
 def test_the_first_twenty_predictions_stand_for_all():
@@ -165,7 +183,7 @@ def peer_job(number: int, folder: Path) -> PeerJob:
 
 
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("write", [trl_script, accelerate_script], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", [trl_script, best_trl_script, accelerate_script], ids=lambda write: write.__name__)
 def test_a_script_is_python_that_uses_what_it_imports(write, number: int, tmp_path: Path):
     tree = ast.parse(write(peer_job(number, tmp_path)))
     names = {alias.name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
@@ -174,6 +192,17 @@ def test_a_script_is_python_that_uses_what_it_imports(write, number: int, tmp_pa
     assert ("LoraConfig" in used) is (number > 0) and ("BitsAndBytesConfig" in used) is (number == 2)
     job = yaml.safe_load(pinned_job(peer_job(1, tmp_path)))
     assert (job["train"]["method"], job["pin"]["micro_batch"], job["pin"]["compile"]) == ("lora", 4, False)
+
+
+def test_no_trainer_of_a_contest_saves_anything(tmp_path: Path):
+    for trainer in peers.TRAINERS:
+        text = trainer.write(peer_job(0, tmp_path))
+        command = peers.argv_of(trainer, tmp_path / trainer.file, num_steps=10)
+        if trainer.package is None:
+            assert [word for word in command if word in ("train", "profile", "--time")] == ["profile", "--time"]
+        else:
+            assert "save_pretrained" not in text
+            assert "SFTConfig" not in text or "save_strategy='no'" in text
 
 
 def test_figures_of_a_trainer_leave_the_slow_first_steps_out():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from on_gpu.case import Outcome, Row
-from on_gpu.programme import Progress, Step, StepLog, matching, run_steps
+from on_gpu.programme import Progress, Step, StepLog, calls_of, matching, run_steps
 
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.terminal import Console
@@ -91,6 +91,12 @@ def test_no_step_begins_that_would_end_after_the_minutes_but_a_shorter_one_does(
     steps = [runs.step("long", expected_s=60.0), runs.step("short")]
     assert go(steps, tmp_path, seconds=50.0)[0] == Progress(1, 1)
     assert runs.names == ["short"]
+
+
+def test_a_list_of_calls_has_each_step_once_in_order_with_shorter_ones_in_the_room_that_is_left(runs: Runs):
+    steps = [runs.step(name, expected_s=seconds) for name, seconds in (("a", 50), ("b", 60), ("c", 30), ("d", 200))]
+    calls = calls_of(steps, seconds=[100.0, 100.0])
+    assert [[step.name for step in call] for call in calls] == [["a", "c"], ["b"]]
 
 
 def test_what_still_runs_when_the_minutes_are_over_is_ended_and_left(runs: Runs, tmp_path: Path):
