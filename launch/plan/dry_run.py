@@ -96,6 +96,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         ranks_per_node=plan.hardware.num_devices_per_node,
         shard_group=chosen.shard_group,
         reduce_every_micro_batch=chosen.reduce_every_micro_batch,
+        bf16_reduction=chosen.bf16_reduction,
         precision=chosen.strategy.precision,
         optimizer=chosen.strategy.optimizer,
         micro_batch=chosen.micro_batch,

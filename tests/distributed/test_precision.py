@@ -40,6 +40,7 @@ class Case(NamedTuple):
     optimizer: Optimizer = Optimizer.ADAMW
     recipe: Fp8Recipe | None = None
     checkpointing: Checkpointing = Checkpointing.NONE
+    rounds_sums: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -52,6 +53,7 @@ class Case(NamedTuple):
 
 FP32_CASE, BF16_CASE = Case(Sharding.DDP, Precision.FP32), Case(Sharding.DDP, BF16)
 SUMMED = Case(Sharding.FSDP, BF16)
+ROUNDED, ADDED = (Case(Sharding.FSDP, BF16, accumulation=number, rounds_sums=True) for number in (1, 2))
 FP16_CASES = [Case(Sharding.DDP, FP16, accumulation=2), Case(Sharding.FSDP, FP16)]
 OVERFLOWS = [
     Case(Sharding.DDP, FP16, overflows=True),
@@ -67,7 +69,7 @@ FP8_CASES = [
 ]
 HYBRID_OVERFLOW = Case(Sharding.HSDP, FP16, overflows=True)
 HYBRID_FP8 = Case(Sharding.HSDP, FP8, recipe=Fp8Recipe.CURRENT, checkpointing=FULL)
-CASES = [FP32_CASE, BF16_CASE, SUMMED, *FP16_CASES, *OVERFLOWS, ZERO_CASE, ZERO_OVERFLOW, *FP8_CASES]
+CASES = [FP32_CASE, BF16_CASE, SUMMED, ROUNDED, ADDED, *FP16_CASES, *OVERFLOWS, ZERO_CASE, ZERO_OVERFLOW, *FP8_CASES]
 RECIPE_CLASSES = {
     Fp8Recipe.MXFP8: "MXFP8BlockScaling",
     Fp8Recipe.CURRENT: "Float8CurrentScaling",
@@ -83,7 +85,8 @@ def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
         cache_dir, case.sharding, num_ranks=case.num_ranks, num_steps=NUM_STEPS, precision=case.precision,
         micro_batch=8 // (case.num_ranks * case.accumulation), accumulation=case.accumulation,
         checkpointing=case.checkpointing, optimizer=case.optimizer, fp8_recipe=case.recipe,
-        clip=0.0 if case == SUMMED else 1.0,  # a clipped gradient is another number
+        reduce_every_micro_batch=case.rounds_sums, bf16_reduction=case.rounds_sums,
+        clip=0.0 if case in (SUMMED, ROUNDED, ADDED) else 1.0,  # a clipped gradient is another number
     )  # fmt: skip
 
 
@@ -121,6 +124,14 @@ def test_fsdp_adds_gradients_of_16_bit_products_in_fp32(runs, notes_of):
     """Sums over the ranks have bits that bf16 has no place for; DeepSpeed rounds its sums to the weights' type."""
     for rank in (0, 1):
         assert notes_of(runs(SUMMED), rank)["in_16_bit"][0] < 0.9
+
+
+def test_sums_over_the_ranks_are_rounded_where_the_job_allows_it_and_those_of_micro_batches_are_not(runs, notes_of):
+    for rank in (0, 1):
+        assert notes_of(runs(ROUNDED), rank)["in_16_bit"][0] == 1.0
+        assert notes_of(runs(ADDED), rank)["in_16_bit"][0] < 0.9
+    for case in (ROUNDED, ADDED):
+        assert losses_of(runs(case)) == pytest.approx(losses_of(runs(SUMMED)), abs=TOLERANCE)
 
 
 @each([*FP16_CASES, ZERO_CASE])

@@ -10,7 +10,7 @@ from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import WORTH_A_LINE, WORTH_OPTING_IN, OptIn, opt_ins
 from shardwise.trainer.planning.search.choice import seconds_of
 from shardwise.trainer.planning.search.configurations import SAME_SPEED
-from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Precision
@@ -81,6 +81,20 @@ def test_a_pinned_fp32_is_told_what_tf32_would_gain():
     assert Allowance.TF32 not in found_in(allowed)
     peaks = [found.chosen.speed.peak_flops_per_s or 0 for found in (allowed, exact)]
     assert peaks[0] > 5 * peaks[1] > 0, "its share is of its own peak"
+
+
+def test_sums_over_ranks_in_bf16_halve_what_crosses_a_slow_network_and_keep_those_of_micro_batches():
+    spec, pin = "2x8xH100-SXM5-80GB,network=200Gb", {"sharding": Sharding.FSDP}
+    exact, allowed = (plan_in(spec, *allow, pin=pin) for allow in ((), (Allowance.BF16_REDUCTION,)))
+    assert (exact.chosen.bf16_reduction, allowed.chosen.bf16_reduction) == (False, True)
+    offered = found_in(exact)[Allowance.BF16_REDUCTION]
+    assert offered.effect == "rounds sums over ranks"
+    assert offered.candidate.speed.step_s == pytest.approx(allowed.chosen.speed.step_s)
+    assert allowed.chosen.speed.step_s < exact.chosen.speed.step_s
+    for refused in (Sharding.DDP, Sharding.ZERO3):
+        assert not plan_in(spec, Allowance.BF16_REDUCTION, pin={"sharding": refused}).chosen.bf16_reduction
+    accumulating = plan_in(spec, Allowance.BF16_REDUCTION, pin=pin | {"micro_batch": 1}).chosen
+    assert accumulating.accumulation > 1 and accumulating.reduce_every_micro_batch and accumulating.bf16_reduction
 
 
 @pytest.mark.parametrize(

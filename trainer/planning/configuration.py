@@ -69,6 +69,7 @@ class Configuration(Value, frozen=True, kw_only=True):
     buckets: Buckets | None = None
     shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a node
     reduce_every_micro_batch: bool = False  # of FSDP2, with accumulation
+    bf16_reduction: bool = False  # of FSDP2: gradients are added up over the ranks in bf16
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     router_aux_loss: float | None = None

@@ -273,6 +273,8 @@ def _why_reduced(context: PlanningContext, candidate: Candidate) -> str:
     text = "; gradients are reduced with every micro batch"
     if context.job.pin.reduce_every_micro_batch is not None:
         return f"{text}: the job file pins it"
+    if candidate.bf16_reduction:
+        return f"{text}: their sum over the ranks is bf16, that over micro batches fp32"
     waiting = candidate_of(context, replace(configuration_of(context, candidate), reduce_every_micro_batch=False))
     return f"{text}: whole ones until the last would need {format_bytes(waiting.memory.need_bytes)}"
 
@@ -428,6 +430,8 @@ class OptIn(Value, frozen=True, kw_only=True):
     @property
     def effect(self) -> str:
         """Effect on the mathematics."""
+        if self.allowance is Allowance.BF16_REDUCTION:
+            return "rounds sums over ranks"
         if self.candidate.is_exact:
             return "exact"
         if self.candidate.tf32 or self.allowance is Allowance.FP8:

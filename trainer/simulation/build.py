@@ -165,6 +165,7 @@ def _choice(request: SimulationRequest, model: PreTrainedModel) -> EngineChoice:
         device_kind=request.device_kind,
         block_class=type(blocks_of(model)[0]).__name__,
         reduces_every_micro_batch=request.reduce_every_micro_batch,
+        reduces_in_bf16=request.bf16_reduction,
         hybrid_mesh=(request.num_ranks // group, group) if request.sharding.facts.shards_within_group else None,
     )
 

@@ -172,6 +172,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     buckets: Buckets | None = None
     shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a machine
     reduce_every_micro_batch: bool = False  # FSDP2 sums gradients over the ranks with each, not with the last alone
+    bf16_reduction: bool = False  # of FSDP2: gradients are added up over the ranks in bf16
     reasons: tuple[str, ...] = ()
 
     @property

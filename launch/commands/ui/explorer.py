@@ -67,6 +67,7 @@ _OPT_INS = complete(
         Allowance.OPTIMIZER_8BIT: "Optimizer state may have 8 bits: a quarter of its memory, nearly the same updates.",
         Allowance.OPTIMIZER_APPROX: "Another optimizer may be used, with less state and its own learning rate.",
         Allowance.BF16_WEIGHTS: "Weights may have only a bf16 copy: half the memory, and small updates round away.",
+        Allowance.BF16_REDUCTION: "Ranks may add gradients up in bf16: half the traffic, with 8 bits instead of 24.",
         Allowance.FP8: "Products of matrices may have fp8 inputs: faster on some cards, with a larger rounding error.",
         Allowance.TF32: "Products in fp32 may round their inputs to TF32: faster, with 10 bits instead of 23.",
         Allowance.UNCLIPPED: "Updates may run inside the backward pass: less memory, and gradients are not clipped.",

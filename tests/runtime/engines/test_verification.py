@@ -20,12 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
-from shardwise.trainer.runtime.engines.fsdp import _types, meshes, ranks_of_copy
+from shardwise.trainer.runtime.engines.fsdp import meshes, ranks_of_copy
 from shardwise.trainer.runtime.memory.compilation import FusedKernels
 from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
-from shardwise.trainer.runtime.run.types import compute_type
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -235,12 +234,6 @@ def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypa
         assert mesh["dp_replicate", "dp_shard"].mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
         assert accelerator.parallelism_config.fsdp_dim_names[0] == "dp_replicate"
         reset_accelerate()
-
-
-@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
-def test_fsdp_computes_in_16_bit_and_adds_the_gradients_of_ranks_in_fp32(precision):
-    policy = _types(precision)
-    assert policy is not None and (policy.param_dtype, policy.reduce_dtype) == (compute_type(precision), torch.float32)
 
 
 def test_fused_kernels_are_those_that_the_model_runs():

@@ -337,6 +337,8 @@ def _state(candidate: Candidate) -> Iterator[str]:
         yield f"{spread} spread over {groups}the devices"
     if candidate.reduce_every_micro_batch and candidate.accumulation > 1:
         yield "gradients reduced with every micro batch"
+    if candidate.bf16_reduction:
+        yield "gradients summed over the devices in bf16"
     if row.offload is not Offload.NONE:
         yield _OFFLOADED[row.offload]
     if row.optimizer.facts.is_paged:
@@ -455,6 +457,7 @@ _OPT_INS = complete(
         Allowance.OPTIMIZER_8BIT: "optimizer state in 8 bit",
         Allowance.OPTIMIZER_APPROX: "another optimizer",
         Allowance.BF16_WEIGHTS: "weights in bf16",
+        Allowance.BF16_REDUCTION: "gradients summed over ranks in bf16",
         Allowance.FP8: "matrix products in fp8",
         Allowance.TF32: "matrix products in tf32",
         Allowance.UNCLIPPED: "updates in the backward",

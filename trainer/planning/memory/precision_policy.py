@@ -455,7 +455,7 @@ def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> P
         is_packed=choices.document_tokens is not None,
         master_bytes=master,
         trained_bytes=trained,
-        reduce_bytes=choices.reduce_bytes or reference.reduce_bytes or trained,
+        reduce_bytes=choices.reduce_bytes or reference.reduce_bytes or (2 if configuration.bf16_reduction else trained),
         weight_bytes=(reference.frozen_bytes or compute) if is_frozen else compute if uses_deepspeed else master,
         compute_bytes=compute,
         residual_bytes=choices.residual_bytes

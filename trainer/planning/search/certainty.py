@@ -150,6 +150,7 @@ def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
         (row.sharding.facts.engine is Engine.DEEPSPEED, "ZeRO"),
         (row.sharding.facts.shards_within_group, "hybrid sharding"),
         (candidate.reduce_every_micro_batch and candidate.accumulation > 1, "reduction of every micro batch"),
+        (candidate.bf16_reduction, "reduction in bf16"),
         (row.offload is not Offload.NONE, "offload"),
         (row.optimizer.facts.is_paged and not candidate.method.freezes_base, "paged optimizer state"),
         (candidate.activation_offload, "activations in host RAM"),

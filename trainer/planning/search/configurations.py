@@ -182,10 +182,24 @@ def reductions(context: PlanningContext, strategy: Strategy) -> tuple[bool, ...]
     pinned = context.job.pin.reduce_every_micro_batch
     if pinned is not None:
         return (pinned,)
+    if reduces_in_bf16(context, strategy):
+        return (True,)
     has_whole_gradients = strategy.sharding.uses_fsdp and context.num_ranks > 1 and not context.method.freezes_base
     can_accumulate = micro_batches(context)[0] < context.sequences_per_rank
     can_choose = has_whole_gradients and can_accumulate and strategy.offload is Offload.NONE
     return (False, True) if can_choose else (False,)
+
+
+def reduces_in_bf16(context: PlanningContext, strategy: Strategy) -> bool:
+    """True if FSDP2 adds gradients up over the ranks in bf16: half the traffic, and the job allows it.
+
+    Those of several micro batches are added up in fp32, which needs each of them reduced (torch's FSDPParam adds
+    gradients that wait in the type of the reduction).
+    """
+    is_mixed = strategy.precision in (Precision.BF16_MIXED, Precision.FP8)
+    is_summed = strategy.sharding.uses_fsdp and context.num_ranks > 1 and not context.method.freezes_base
+    is_allowed = Allowance.BF16_REDUCTION in context.job.allow and strategy.offload is Offload.NONE
+    return is_allowed and is_mixed and is_summed and context.job.pin.reduce_every_micro_batch is not False
 
 
 def supports_tf32(context: PlanningContext, precision: Precision) -> bool:
@@ -329,6 +343,7 @@ def first_configuration(
         buckets=smallest_buckets(context.shape, strategy),
         shard_group=shard_groups(context, strategy)[0],
         reduce_every_micro_batch=reductions(context, strategy)[0],
+        bf16_reduction=reduces_in_bf16(context, strategy),
         compile=compiles(context)[0],
         fused_kernels=bool(context.job.pin.fused_kernels),
         activation_offload=activation_offloads(context)[0],
@@ -558,7 +573,7 @@ def _seconds_of(context: PlanningContext, configuration: Configuration) -> float
 def sizes_of(context: PlanningContext, start: Configuration) -> tuple[int, ...]:
     """The micro batches that a start may have; where reduction is a choice, with accumulation alone."""
     sizes = micro_batches(context, at_once=start.updates_in_backward)
-    if start.reduce_every_micro_batch and context.job.pin.reduce_every_micro_batch is None:
+    if start.reduce_every_micro_batch and len(reductions(context, start.strategy)) > 1:
         return tuple(size for size in sizes if size < context.sequences_per_rank)
     return sizes
 

@@ -389,10 +389,10 @@ def _hybrid_seconds(configuration: Configuration, work: Work, rates: Rates, trai
 
 
 def _gradient_bytes(configuration: Configuration) -> float:
-    """Of a gradient as ranks add it up: fp32 but where everything is bf16."""
-    precision = configuration.strategy.precision
+    """Of a gradient as ranks add it up: fp32 but where everything is bf16, or the job allows it."""
+    is_16_bit = configuration.strategy.precision is Precision.BF16 or configuration.bf16_reduction
     chosen = configuration.policy.reduce_bytes or reference_of(configuration.reference).reduce_bytes
-    return float(chosen or (2 if precision is Precision.BF16 else 4))
+    return float(chosen or (2 if is_16_bit else 4))
 
 
 DEFAULT_SLICE_TOKENS = 1024

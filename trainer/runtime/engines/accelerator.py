@@ -60,6 +60,7 @@ def build_accelerator(plan: Plan, *, ds_config: Mapping[str, Any] | None) -> Acc
         offload=chosen.strategy.offload,
         hybrid_mesh=plan.hybrid_mesh,
         reduces_every_micro_batch=chosen.reduce_every_micro_batch,
+        reduces_in_bf16=chosen.bf16_reduction,
     )
     return engine_of(choice.sharding).accelerator(choice, ds_config)
 
@@ -182,6 +183,7 @@ def _comparisons(
     yield "accumulation as Accelerate counts it", chosen.accumulation, accelerator.gradient_accumulation_steps
     planned, found = chosen.reduce_every_micro_batch, engine.reduces_every_micro_batch(accelerator)
     yield "gradients reduced with every micro batch", planned, found
+    yield "gradients reduced in bf16", chosen.bf16_reduction, engine.reduces_in_bf16(model)
     yield "attention", attention_name(chosen.attention, chosen.flash_kernel), verified.attention
     yield from attention_kernel_rows()
     yield "fp32 products in TF32", chosen.tf32, torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -51,6 +51,7 @@ class EngineChoice(NamedTuple):
     offload: Offload = Offload.NONE
     hybrid_mesh: tuple[int, int] | None = None  # (copies, ranks that share one) of HSDP
     reduces_every_micro_batch: bool = False  # of FSDP2
+    reduces_in_bf16: bool = False  # the same
 
 
 class Engine(ABC):
@@ -100,6 +101,10 @@ class Engine(ABC):
             return nullcontext()
         context: AbstractContextManager[Any] = accelerator.no_sync(model)
         return context
+
+    def reduces_in_bf16(self, model: nn.Module) -> bool:
+        """True if ranks add gradients up in bf16 that are fp32 as the optimizer sees them."""
+        return False
 
     def reduces_every_micro_batch(self, accelerator: Accelerator) -> bool:
         """Accelerate's own setting for it, which its `accumulate` obeys as well."""

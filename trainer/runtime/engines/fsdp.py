@@ -43,7 +43,7 @@ class Fsdp(Engine):
             transformer_cls_names_to_wrap=[choice.block_class],
             cpu_offload=keeps_shards_on_host,
             state_dict_type="SHARDED_STATE_DICT",
-            mixed_precision_policy=_types(choice.precision),
+            mixed_precision_policy=_types(choice),
             activation_checkpointing=False,  # `memory.recomputation` does it, the same way for every engine
             cpu_ram_efficient_loading=False,
         )
@@ -110,6 +110,10 @@ class Fsdp(Engine):
         policy = model._get_fsdp_state()._mp_policy  # type: ignore[operator]  # FSDPModule's
         return policy.param_dtype or weights, weights
 
+    def reduces_in_bf16(self, model: nn.Module) -> bool:
+        policy = model._get_fsdp_state()._mp_policy  # type: ignore[operator]  # FSDPModule's
+        return policy.reduce_dtype is torch.bfloat16
+
     def owned(self, model: nn.Module) -> tuple[int, int | None]:
         sizes = [shard.to_local().numel() for shard in _shards(model)]
         return len(sizes), sum(sizes) if sizes else None
@@ -140,14 +144,15 @@ class Fsdp(Engine):
         return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()).cpu()
 
 
-def _types(precision: Precision) -> MixedPrecisionPolicy | None:
-    """Gathers parameters in the computing type and adds gradients in fp32, as every other engine does.
+def _types(choice: EngineChoice) -> MixedPrecisionPolicy | None:
+    """Gathers parameters in the computing type and adds gradients in fp32, unless the job allows bf16 over ranks.
 
     Accelerate's own policy would add them in 16 bit, and would also round the loss, an output of the root, to 16 bit.
     """
-    if precision in (Precision.FP32, Precision.BF16):
+    if choice.precision in (Precision.FP32, Precision.BF16):
         return None
-    return MixedPrecisionPolicy(param_dtype=compute_type(precision), reduce_dtype=torch.float32)
+    summed = torch.bfloat16 if choice.reduces_in_bf16 else torch.float32
+    return MixedPrecisionPolicy(param_dtype=compute_type(choice.precision), reduce_dtype=summed)
 
 
 def _mesh(replicas: int, shards: int) -> ParallelismConfig:

@@ -346,6 +346,7 @@ def plan_on(plan: Plan, device_kind: DeviceKind, *, precision: Precision | None 
         activation_offload=False,
         shard_group=None,
         reduce_every_micro_batch=False,
+        bf16_reduction=False,
     )
     return replace(plan, candidates=(single,), device_kind=device_kind)
 

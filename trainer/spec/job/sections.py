@@ -98,6 +98,7 @@ class Allowance(StrEnum):
     OPTIMIZER_8BIT = "optimizer_8bit"
     OPTIMIZER_APPROX = "optimizer_approx"
     BF16_WEIGHTS = "bf16_weights"
+    BF16_REDUCTION = "bf16_reduction"  # FSDP2 adds gradients up over ranks in bf16, over micro batches in fp32
     FP8 = "fp8"
     TF32 = "tf32"
     UNCLIPPED = "unclipped"  # train.clip may go unapplied, so that an update runs inside the backward pass

@@ -199,6 +199,7 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     ranks_per_node: int = 8
     shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a node
     reduce_every_micro_batch: bool = False
+    bf16_reduction: bool = False
     precision: Precision = Precision.BF16_MIXED
     optimizer: Optimizer = Optimizer.ADAMW
     micro_batch: int = 1  # examples
