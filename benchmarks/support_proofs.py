@@ -68,11 +68,6 @@ PROOFS: tuple[Proof, ...] = (
         lambda cell: cell.compile,
     ),
     Proof(
-        "inside-hsdp",
-        "tests/distributed/test_hybrid.py::test_an_update_within_the_backward_pass_sees_gradients_of_all_copies",
-        lambda cell: cell.optimizer_in_backward and cell.sharding is Sharding.HSDP,
-    ),
-    Proof(
         "inside-fsdp",
         "tests/distributed/test_optimizers_sharded.py::test_a_sharded_optimizer_steps_as_one_with_whole_tensors",
         lambda cell: cell.optimizer_in_backward and cell.sharding.uses_fsdp,

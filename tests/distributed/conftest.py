@@ -27,14 +27,11 @@ Kind = str | Callable[[Any], str]  # what follows the plan among the arguments o
 
 
 class Course(NamedTuple):
-    """Losses and gradient norms by step, and the exported weights."""
-
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
 
     def check(self, expected: "Course", *, tolerance: float = 1e-5, of_weights: float = 1e-4) -> None:
-        """Both went the same way, with weights of the same names."""
         assert self.losses == pytest.approx(expected.losses, abs=tolerance)
         assert self.grad_norms == pytest.approx(expected.grad_norms, abs=tolerance)
         torch.testing.assert_close(self.weights, expected.weights, rtol=0, atol=of_weights)
@@ -73,7 +70,6 @@ def start_ranks() -> Callable[[Sequence[str], int], str]:
 
 @pytest.fixture(scope="session")
 def run_ranks(start_ranks) -> Callable[[Sequence[Path], int], None]:
-    """Runs attempts one after another in one group of ranks."""
     return lambda plans, num_ranks: start_ranks([str(HERE / "engine_worker.py"), *map(str, plans)], num_ranks) and None
 
 
@@ -164,14 +160,12 @@ def notes_of() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def reference(cache_dir: Path) -> Course:
-    """Some steps in one process of plain PyTorch."""
     plain = train_plainly(rank_plan(cache_dir, num_steps=NUM_STEPS))
     return Course(list(plain.losses.values()), plain.grad_norms, plain.weights)
 
 
 @pytest.fixture(scope="session")
 def read_course() -> Callable[[Path], Course]:
-    """Reads the files of a run."""
 
     def read(run_dir: Path) -> Course:
         lines = metrics_of(run_dir)

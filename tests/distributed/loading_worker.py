@@ -8,8 +8,6 @@ Each kind leaves `KIND-RANK.json` beside the plan. Bytes are anonymous ones abov
             builds as a whole, how many there are, whether ranks loaded their shards alone, and whether the optimizer
             has each trained parameter once
     peak    bytes at the peak of loading and at its end
-    whole   the same for a model that every rank builds as a whole, as ZeRO-1 and ZeRO-2 have it
-    onto    the same for one whose tensors go to its device one by one, which is the CPU here
     save    the most bytes while a checkpoint is saved after one step, and while it is loaded into an engine that was
             built anew, above what that engine holds after it
 """
@@ -30,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.trainer.runtime.checkpoint import Save, find_checkpoint, import_state
 from shardwise.trainer.runtime.engines import engine_of, running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
-from shardwise.trainer.runtime.engines.sharded_loading import load_onto, loads_by_tensor
+from shardwise.trainer.runtime.engines.sharded_loading import loads_by_tensor
 from shardwise.trainer.runtime.loop.course import train
 from shardwise.trainer.runtime.loop.session import build_session, facts_of
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, plain_model
@@ -56,7 +54,7 @@ def main(arguments: list[str]) -> None:
             assert_as_planned(state)
         with attempt():
             look = {"start": look_at_start, "save": measure_saving}.get(kind)
-            seen = measure_peak(path, plan, kind) if look is None else look(plan, paths)
+            seen = measure_peak(path, plan) if look is None else look(plan, paths)
             path.with_name(f"{kind}-{RANK}.json").write_text(json.dumps(seen))
     end_group()
 
@@ -105,22 +103,17 @@ def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def measure_peak(path: Path, plan: Plan, kind: str) -> dict[str, int]:
+def measure_peak(path: Path, plan: Plan) -> dict[str, int]:
     engine = engine_of(plan.chosen.strategy.sharding)
     accelerator = build_accelerator(plan, ds_config=engine.read_config(path.parent))
     with Peak() as peak:
-        retained = load(plan, accelerator, kind)
+        retained = load(plan, accelerator)
     del retained
     return {"peak": max(peak.highest, peak.at_end), "end": peak.at_end}
 
 
-def load(plan: Plan, accelerator, kind: str) -> object:
-    if kind == "whole":
-        return build_model(plan)
+def load(plan: Plan, accelerator) -> object:
     meta_model, _ = build_meta_model(plan)
-    if kind == "onto":
-        load_onto(torch.device("cpu"), meta_model)
-        return meta_model.model
     engine = engine_of(plan.chosen.strategy.sharding)
     engine.load_shards(meta_model, accelerator)
     engine.cut_loaded(meta_model, accelerator, plan.chosen.strategy.precision)

@@ -1,8 +1,4 @@
-"""What is kept, recomputed or moved changes no gradient under any engine, and each is seen to happen on every rank.
-
-Attention drops a third of its probabilities: a mask that were another in the recomputation, or the same on both ranks,
-would show at once. With everything kept, an engine equals one process that has all micro batches of the ranks.
-"""
+"""What is kept, recomputed or moved changes no gradient under any engine, and each is seen to happen on every rank."""
 
 from collections.abc import Callable
 from pathlib import Path

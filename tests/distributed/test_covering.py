@@ -1,13 +1,8 @@
 """Every pair of values of any two axes, run for real on CPU: each point trains like the plain run of the same update.
 
-The points are a covering set of what the planner's rules let a CPU run (`covering_factory`): 123 of 38,000, in which
-every pair of values meets. The first 43, the core, hold every value, and every pair of where state lives with method
-and precision; the others belong to test-long. covering_points.txt lists them, so that collecting tests
-computes nothing. Long as well is the full product of where state lives, optimizer, method and checkpointing, in fp32,
-where only the order of sums may differ.
-
-A point is held against a run of one process in fp32, with nothing recomputed, moved or cut, of the same optimizer and
-method. Plain AdamW itself is held against PyTorch without any of our code in `test_engines`.
+The points are a covering set of what the planner's rules let a CPU run (`covering_factory`): 123 of 38,000. The first
+43, the core, hold every value; the others, and the product of some axes in fp32, belong to test-long. A point is
+compared with one process in fp32 with nothing recomputed, moved or cut, which `test_engines` compares with PyTorch.
 """
 
 import os
@@ -128,7 +123,6 @@ def each_point(function):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_dir, run_ranks, request) -> Path:
-    """Runs of the points of the tests that run, and the reference of each, in a few process groups."""
     items = [item for item in request.session.items if item.path == request.path and "name" in item.fixturenames]
     wanted = [by_name()[name] for name in dict.fromkeys(item.callspec.params["name"] for item in items)]
     runnable = [point for point in wanted if not (point.offload.uses_nvme and lacks_libaio())]
@@ -147,7 +141,6 @@ def point(name: str) -> Point:
 
 
 def losses_of_both(point: Point, folder: Path) -> tuple[list[float], list[float]]:
-    """The losses of a point, and those of the plain run with the same update."""
     found, expected = (losses_of(folder / name_of(*run)) for run in runs_of(point))
     assert len(found) == len(expected) == num_steps_of(point)
     return found, expected
@@ -229,10 +222,3 @@ def test_every_point_trains_like_the_plain_run_of_its_update(
         recorded.append(Difference(group, tolerance(point), differences[point]))
     record_differences(record_property, recorded)
     assert not {point.name: worst for point, worst in differences.items() if not worst <= tolerance(point)}
-
-
-@pytest.mark.long
-def test_the_product_is_large_and_in_the_batches():
-    """Several hundred: a rule that refuses too much would show here."""
-    assert 600 < len(product()) <= NUM_BATCHES * BATCH
-    assert len(product()) > (NUM_BATCHES - 1) * BATCH, "no batch is empty"

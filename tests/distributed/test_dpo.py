@@ -1,7 +1,4 @@
-"""DPO under every engine: two ranks learn what one does, and the reference is the plain base, gathered or not.
-
-What the reference says of the chosen answers of a step stands in the metrics: logps_chosen - reward_chosen / beta.
-"""
+"""DPO under every engine: two ranks learn what one does, and the reference is the plain base, gathered or not."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -67,7 +64,6 @@ def runs(tmp_path_factory, pairs, run_ranks) -> Callable[[Sharding, str], Path]:
         return [write_attempt(folder / f"{run[0]}-{run[1]}", plan_of(pairs, *run, num_ranks)) for run in wanted]
 
     def onward(kind: str, sharding: Sharding, num_ranks: int) -> Path:
-        """The attempt that goes on with half a run of two ranks of DDP."""
         plan = replace(plan_of(pairs, sharding, "full", num_ranks), resume=True)
         return write_attempt(folder / f"{Sharding.DDP}-{kind}", plan, number=2)
 

@@ -1,8 +1,4 @@
-"""A run whose steps cannot be taken goes back to its checkpoint, and one that gains nothing ends with its best weights.
-
-On all ranks alike, under every engine. The bad rows are on one rank in every step; what comes out is held against plain
-PyTorch that never saw the rows which are passed over. After an early stop each rank reads its own ranges of the best.
-"""
+"""A run whose steps cannot be taken goes back to its checkpoint; one that gains nothing exports its best weights."""
 
 from collections.abc import Callable
 from functools import cache
@@ -30,7 +26,8 @@ from shardwise.trainer.spec.strategy import LossHead, Precision
 
 Case = tuple[Any, ...]  # of a return the layout; of an early stop a word, the sharding, and the precision
 BACK: tuple[Case, ...] = (
-    (Sharding.FSDP, Offload.NONE), (Sharding.ZERO3, Offload.NONE), (Sharding.ZERO2, Offload.OPTIMIZER)
+    (Sharding.FSDP, Offload.NONE), (Sharding.ZERO3, Offload.NONE), (Sharding.ZERO2, Offload.OPTIMIZER),
+    (Sharding.HSDP, Offload.NONE),
 )  # fmt: skip
 MORE_BACK: tuple[Case, ...] = (
     *((each, Offload.NONE) for each in (Sharding.DDP, Sharding.ZERO1, Sharding.ZERO2, Sharding.FSDP_GRAD_OP)),
@@ -40,15 +37,17 @@ BEST: tuple[Case, ...] = (
     ("best", Sharding.FSDP, Precision.FP32),
     ("best", Sharding.ZERO2, Precision.BF16_MIXED),
     ("best", Sharding.ZERO3, Precision.BF16_MIXED),
+    ("best", Sharding.HSDP, Precision.BF16_MIXED),
 )
 
 
 def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
+    num_ranks = 4 if Sharding.HSDP in case else 2
     if case in BEST:
-        return early_stop_plan(cache_dir, case[1], num_ranks=2, precision=case[2], micro_batch=4)
+        return early_stop_plan(cache_dir, case[1], num_ranks=num_ranks, precision=case[2], micro_batch=8 // num_ranks)
     plan = offload_plan(
         cache_dir, *case, nvme=run_dir / "nvme", num_steps=NUM_STEPS_BACK, checkpoint_every_steps=SAVED_STEP,
-        num_ranks=2, micro_batch=2, accumulation=2, loss=LossHead.EAGER, precision=Precision.FP32,
+        num_ranks=num_ranks, micro_batch=4 // num_ranks, accumulation=2, loss=LossHead.EAGER, precision=Precision.FP32,
     )  # fmt: skip
     return spoil(plan, run_dir.with_name(f"extension of {run_dir.name}"), BAD_STEPS)
 
@@ -60,7 +59,6 @@ def run_dir_of(run_dirs, cache_dir) -> Callable[[Case], Path]:
 
 @pytest.fixture(scope="module")
 def expected(cache_dir) -> Callable[[Case], PlainCourse]:
-    """A run that passes over the same rows."""
     models = {False: TINY_LLAMA, True: SWAPPED_LLAMA}  # by whether state is on NVMe
     train = cache(lambda is_swapped: train_plainly(
         rank_plan(cache_dir, model_config=models[is_swapped], num_steps=NUM_STEPS_BACK), TAKEN))  # fmt: skip

@@ -1,11 +1,8 @@
-"""What two ranks share, each saves: bytes between steps and the peak of a step, against DDP's and the prediction.
+"""What ranks share, each saves: bytes between steps and the peak of a step, against DDP's and the prediction.
 
-Bytes between steps are exact. The peak of the same plan differs from run to run under every engine that shards, by up
-to 7 %, in steps of one weight: a collective of gloo's lets go of its tensors when its thread gets there. It is shown to
-be lower than DDP's, and in test-long to be about where it is predicted. For a model this small the closed form is up to
+Bytes between steps are exact. The peak differs from run to run under every engine that shards, by up to 7 %: a
+collective of gloo's lets go of its tensors when its thread gets there. For a model this small the closed form is up to
 an eighth above what ran under ZeRO-1 and up to an eighth below under ZeRO-3, whose peak reaches DDP's in some runs.
-
-ZeRO-3's flat partitions and buffers belong to no parameter: they are read off the engine.
 """
 
 from collections.abc import Callable
@@ -17,20 +14,25 @@ from rank_scenarios import predicted_share, share_plan
 
 from shardwise.trainer.spec.engines import Sharding
 
-TORCH = (Sharding.DDP, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
+TORCH = (Sharding.DDP, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP)
 DEEPSPEED = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 FIGURES = ("memory_allocated_bytes", "memory_peak_bytes")
 
 
+def num_ranks_of(sharding: Sharding) -> int:
+    return 4 if sharding is Sharding.HSDP else 2
+
+
 @pytest.fixture(scope="module")
 def measured(run_dirs, cache_dir) -> Callable[[Sharding], tuple[int, int]]:
-    """Bytes between steps and at the peak, of one rank."""
-    runs = run_dirs(lambda sharding, _: share_plan(cache_dir, sharding, num_ranks=2), (*TORCH, *DEEPSPEED))
+    runs = run_dirs(
+        lambda sharding, _: share_plan(cache_dir, sharding, num_ranks=num_ranks_of(sharding)), (*TORCH, *DEEPSPEED)
+    )
     return lambda sharding: itemgetter(*FIGURES)(metrics_of(runs(sharding))[-1])
 
 
 def predicted(sharding: Sharding) -> tuple[int, int]:
-    estimate = predicted_share(sharding, num_ranks=2, ranks_per_node=2)
+    estimate = predicted_share(sharding, num_ranks=num_ranks_of(sharding), ranks_per_node=2)
     return estimate.steady_allocated_bytes, estimate.peak_allocated_bytes
 
 
@@ -42,7 +44,7 @@ def test_a_rank_holds_its_share(sharding, measured):
 @pytest.mark.long
 @pytest.mark.parametrize("sharding", (*TORCH, *DEEPSPEED))
 def test_a_rank_peaks_about_where_predicted(sharding, measured):
-    least = 0.85 if sharding is Sharding.ZERO3 else 0.9
+    least = 0.85 if sharding in (Sharding.ZERO3, Sharding.HSDP) else 0.9
     assert least < predicted(sharding)[1] / measured(sharding)[1] < 1.15
 
 

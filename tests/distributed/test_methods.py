@@ -1,8 +1,4 @@
-"""Adapters train alike under every engine, on a whole base and on one in 4 bit, and nothing but them leaves a run.
-
-Each run of plain LoRA equals PEFT in one process without any of our code; the others equal each other: DDP stands for
-what the method is, and a sharding engine may change nothing about it.
-"""
+"""Adapters train alike under every engine, on a whole base and on one in 4 bit, and nothing but them leaves a run."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +54,6 @@ def runs(run_dirs, cache_dir) -> Callable[[Sharding, str], Path]:
 
 @pytest.fixture(scope="module")
 def reference(cache_dir) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and adapters of PEFT's own model in one process."""
     from peft import LoraConfig, get_peft_model
 
     plan = rank_plan(cache_dir, num_steps=NUM_STEPS)

@@ -164,7 +164,6 @@ class Yard:
         return [argument if leg in (0, len(way.places) - 1) else f"{argument}#{STEP + leg}"]
 
     def incidents(self, way: Way) -> list[str]:
-        """The incidents of all legs, which their reports would show."""
         files = (self.folder / way.leg(leg) / "incidents.json" for leg in range(len(way.places)))
         return [incident for file in files for incident in json.loads(file.read_text())]
 
@@ -247,7 +246,6 @@ def runnable(ways: Iterable[Way]) -> list[Way]:
 
 @pytest.fixture(scope="module")
 def moved(yard, request) -> Yard:
-    """All ways of the tests that run."""
     items = [item for item in request.session.items if item.path == request.path]
     return yard.travel(runnable(dict.fromkeys(item.callspec.params["way"] for item in items)))
 
@@ -280,7 +278,6 @@ def check(way: Way, yard: Yard) -> None:
 
 
 def num_blocks_of(checkpoint: CheckpointFolder) -> int:
-    """Blocks of the 8-bit moments on all ranks; each has a scale."""
     moments = [item for entry in checkpoint.manifest.parameters.values() for item in entry.state.items()]
     chunks = [chunk for name, moment in moments if name.endswith(".absmax") for chunk in moment.chunks]
     return sum(-(-chunk.num_elements // BLOCK_ELEMENTS) for chunk in chunks)

@@ -1,8 +1,4 @@
-"""State off the device trains alike, and lies where the plan says: in host RAM, or in files on a disk.
-
-The two vocabulary tables are just large enough for DeepSpeed to swap them: each rank's piece has 1 MiB in fp32.
-DistributedDataParallel is the reference; `test_engines` holds it against plain PyTorch.
-"""
+"""State off the device trains alike, and lies where the plan says: in host RAM, or in files on a disk."""
 
 import json
 import re
@@ -16,7 +12,6 @@ import torch
 from attempt_runs import engaged_of, losses_of
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from rank_factory import LOCKABLE_BYTES, SWAPPED_LLAMA, offload_plan, rank_plan, write_attempt
-from safetensors.torch import load_file
 
 from shardwise.launch.engine.offload import offload_buffers
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -24,7 +19,6 @@ from shardwise.trainer.spec.plan import Buckets, Plan
 from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import format_bytes
 
-TABLE_ELEMENTS = 8192 * 64
 TOLERANCE, NUM_STEPS = 1e-5, 4
 Case = tuple[Sharding, Offload]
 CASES: tuple[Case, ...] = (
@@ -79,44 +73,6 @@ def test_state_is_off_the_device_as_deepspeed_was_told(case, runs, cache_dir):
         assert sizes.locked_bytes <= LOCKABLE_BYTES
 
 
-def swap_files(run_dir: Path, kind: str, rank: int) -> list[Path]:
-    return sorted((run_dir / "nvme" / "zero_stage_3" / kind / f"rank{rank}").glob("*.swp"))
-
-
-@each[tuple(NVME)]
-@pytest.mark.parametrize("rank", [0, 1])
-def test_master_weights_gradients_and_both_moments_of_the_tables_are_files(case, rank, runs):
-    files = swap_files(runs(case), "optimizer", rank)
-    gradients = [path for path in files if "_gradient_" in path.name]
-    assert [path.stat().st_size for path in gradients] == [4 * TABLE_ELEMENTS // 2] * 2
-    for moment in ("exp_avg-", "exp_avg_sq-"):
-        sizes = [path.stat().st_size for path in files if path.name.startswith(moment)]
-        assert sum(sizes) >= 4 * TABLE_ELEMENTS, "a rank's halves of both tables"
-    facts = engaged_of(runs(case), rank).facts
-    assert facts["optimizer on NVMe"].startswith(f"{len(files)} files, ")
-    assert len(swap_files(runs(case), "float32params", rank)) == (2 if case[1] is Offload.NVME_ALL else 0)
-
-
-@each[tuple(NVME)]
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_on_the_disk_is_what_was_trained(case, rank, runs):
-    """Each rank's half of the exported tables stands, to the bit, in one of its files."""
-    weights = load_file(runs(case) / "export" / "model.safetensors")
-    for kind in ("optimizer", *(("float32params",) if case[1] is Offload.NVME_ALL else ())):
-        contents = [path.read_bytes() for path in swap_files(runs(case), kind, rank)]
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            half = weights[name].flatten()[rank * TABLE_ELEMENTS // 2 : (rank + 1) * TABLE_ELEMENTS // 2]
-            assert any(half.numpy().tobytes() in content for content in contents), f"{kind}: {name}"
-
-
-def test_several_sub_groups_fit_into_little_memory(runs, cache_dir):
-    """The plan of weights on NVMe cuts each rank's partition into more than one."""
-    run_dir = runs(NVME[-1])
-    plan = plan_of(NVME[-1], cache_dir, run_dir)
-    assert offload_buffers(plan).sub_group_elements < plan.model_shape.num_parameters // 4
-    assert "elements in 3" in engaged_of(run_dir).facts["partitions"]
-
-
 @each[PURE]
 def test_pure_bf16_under_zero_has_no_fp32_copy_and_trains_nearly_as_well(case, runs, reference):
     """The keys `bf16_master_weights_and_grads` and `bf16_optimizer_states`: partitions and both moments are bf16."""
@@ -140,7 +96,6 @@ def prepare_nvme() -> None:
 
 @pytest.fixture(scope="module")
 def wrong_run(tmp_path_factory, cache_dir, run_ranks) -> str:
-    """What ranks say whose DeepSpeed file is not the plan's."""
     prepare_nvme()
     folder = tmp_path_factory.mktemp("wrong")
     plan = plan_of(NVME[-1], cache_dir, folder)

@@ -1,7 +1,4 @@
-"""Two ranks compute the global batch of every step of two epochs, whatever their micro batch: seen at the model.
-
-The rows are packed, or each a document of its own, or preference pairs.
-"""
+"""Two ranks compute the global batch of every step of two epochs, whatever their micro batch: seen at the model."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,8 +1,4 @@
-"""Packed rows under the engines: every loss is that of the documents, each learned in a forward of its own.
-
-The reference is one process of plain PyTorch that never sees a packed row: it takes the documents of the global batch
-apart and adds up what each loses alone. The heads that read sharded weights are among the cases.
-"""
+"""Packed rows under the engines: every loss is that of the documents, each learned in a forward of its own."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""fp16 and FP8 on two ranks: what really multiplied in which type, what was scaled, and that the ranks agree.
-
-FP8 runs on a stand-in for Transformer Engine (tests/factories/fake_te), which multiplies in bf16 and counts. That shows
-the wiring on every engine; that a GPU multiplies in FP8 is for the tests that have one.
-"""
+"""fp16 and FP8 on two ranks: what really multiplied in which type, what was scaled, and that the ranks agree."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""A step that is not to be taken, on two ranks of every engine: all skip it, and nothing of it is left.
-
-Weights, moments and step counts of each rank are compared bit by bit before and after. That the next steps are those of
-a run without it is held against plain PyTorch, which leaves the same three steps out.
-"""
+"""A step that is not to be taken, on two ranks of every engine: all skip it, and nothing of it is left."""
 
 import json
 from collections.abc import Callable
@@ -32,8 +28,6 @@ Case = tuple[Sharding, Offload, Precision]
 
 
 class Run(NamedTuple):
-    """What the ranks came to."""
-
     steps: list[list[dict]]  # of each rank
     weights: dict[str, torch.Tensor]
 
@@ -89,7 +83,6 @@ def steps_of(run_dirs, cache_dir) -> Callable[[Case], Run]:
 
 @pytest.fixture(scope="module")
 def expected(cache_dir) -> Callable[[Case], PlainCourse]:
-    """Losses of the steps that were taken, and the weights after them."""
     train = cache(lambda model: train_plainly(rank_plan(cache_dir, model_config=MODELS[model]), TAKEN))
     return lambda case: train(case[1].uses_nvme)
 

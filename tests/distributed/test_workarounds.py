@@ -33,7 +33,6 @@ def run_python(code: str, cwd: Path | None = None, **environment: str) -> str:
 
 @pytest.fixture
 def canary(start_ranks):
-    """Runs one canary on two ranks and returns its answer."""
 
     def run(name: str) -> dict[str, object]:
         output = start_ranks([str(CANARY_WORKER), name], 2)
@@ -53,7 +52,6 @@ def test_w2_accelerate_counts_one_deepspeed_rank_where_gloo_is_not_named(canary)
 
 @pytest.fixture(scope="module")
 def unwrapped() -> str:
-    """What a new interpreter prints that unwraps a model."""
     code = """
 import sys, torch, accelerate
 accelerate.Accelerator(cpu=True).unwrap_model(torch.nn.Linear(1, 1))

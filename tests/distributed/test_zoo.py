@@ -1,9 +1,4 @@
-"""A miniature of every causal type of transformers: planned, trained as plain PyTorch trains it, exported, reloaded.
-
-Those that people use most also on two ranks, with adapters, and from packed rows. What a type came to is a finding of
-`make test-long-zoo`, from which benchmarks/zoo_page.py makes the table of docs/architectures.md. A type that is refused
-with a reason is a finding as well; `LEAST_TRAINED` is the share that trains.
-"""
+"""A miniature of every causal type of transformers: planned, trained as plain PyTorch trains it, exported, reloaded."""
 
 import re
 from pathlib import Path
@@ -44,14 +39,12 @@ NUM_RANKS = 2
 
 
 def cases(names: tuple[str, ...], thinned: tuple[str, ...] = THINNED) -> list[Any]:
-    """Of the mark `zoo`; long, but for those of `make test`."""
     marks = {True: [pytest.mark.zoo], False: [pytest.mark.zoo, pytest.mark.long]}
     return [pytest.param(each, marks=marks[each in thinned]) for each in names]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Rows that are padded, and packed ones."""
     folder = tmp_path_factory.mktemp("rows")
     return {False: write_rows(folder / "padded", shortest=16), True: write_packed_rows(folder / "packed")}
 

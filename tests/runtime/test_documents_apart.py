@@ -52,7 +52,6 @@ def rows(seed: int = 1) -> Tensor:
 
 
 def documents(values: Tensor) -> list[Tensor]:
-    """The documents of rows [2, WIDTH, ...], each [1, L, ...]."""
     return [part for row in values.split(1) for part in row.split(LENGTHS, dim=1)]
 
 

@@ -29,8 +29,6 @@ from shardwise.trainer.spec.messages.worker_requests import ImportKind, ImportRe
 
 
 class Bomb:
-    """A pickle of it makes a file when it is loaded."""
-
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 

@@ -1,8 +1,4 @@
-"""From a file of chats to the labels of a micro batch: of every template exactly the answers are learned.
-
-Each expectation is the whole row as it is trained on. The templates are ours by name and, as `TRL`, the models' own.
-Tokenizers are byte-level as Llama's 3 and Qwen's, or sentencepiece-like as Mistral's and Gemma's.
-"""
+"""From a file of chats to the labels of a micro batch: of every template exactly the answers are learned."""
 
 import re
 from collections.abc import Iterator
@@ -56,7 +52,6 @@ Document = list[tuple[int, bool]]  # token ids, and which of them have a label
 def prepared(
     folder: Path, family: Family, name: str, chats: list[Any], tmp_path: Path, **settings: Any
 ) -> tuple[Tokenizer, list[Document]]:
-    """The documents of the one micro batch that a run would train on in its first step, from a file."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines_of({"messages": chat} for chat in chats))
     template = str(TRL_TEMPLATES / f"{family.template}.jinja") if name.startswith("TRL ") else family.template

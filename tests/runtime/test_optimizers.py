@@ -1,44 +1,50 @@
-"""Every optimizer of the enum: its class, groups, state and decay, and that it learns real text from scratch."""
+"""Every optimizer: its class, groups, state and decay, GaLore, and updates inside the backward pass."""
+
+import inspect
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from optimizer_factory import (
-    GALORE,
     NUM_LARGE,
     NUM_SMALL,
     assert_same_weights,
-    losses_on_text,
     random_gradients,
+    random_loss,
     tiny_llama,
     train_steps,
 )
-from rank_factory import write_packed_rows
+from report_factory import make_candidate
 from torch import nn
+from transformers.optimization import Adafactor
 
+from shardwise.trainer.runtime.memory.recomputation import apply_checkpointing
 from shardwise.trainer.runtime.optimizers import (
     BETAS,
     build_optimizer,
+    check_in_backward,
     expected_class_name,
     expected_groups,
+    optimizer_facts,
     parameter_groups,
+    set_learning_rate,
+    updates_in_backward,
 )
+from shardwise.trainer.runtime.optimizers.galore import PROJECTIONS
 from shardwise.trainer.runtime.optimizers.rules import block_matrices
+from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.job.sections import GaloreJob
 from shardwise.trainer.spec.optimizers import Optimizer
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
 # DeepSpeed's is compiled: tests/distributed steps it.
 STEPPED = [pytest.param(kind, id=kind) for kind in Optimizer if kind is not Optimizer.DEEPSPEED_CPU_ADAM]
 EIGHT_BIT = (
     Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.LAMB_8BIT, Optimizer.ADEMAMIX_8BIT,
 )  # fmt: skip
-
-
-def test_matrices_decay_and_everything_else_does_not():
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4))
-    model[0].weight.requires_grad_(False)
-    decay, no_decay = parameter_groups(model, weight_decay=0.1)
-    assert (decay["name"], decay["weight_decay"], [p.shape for p in decay["params"]]) == ("decay", 0.1, [(4, 4)])
-    assert (no_decay["name"], no_decay["weight_decay"]) == ("no_decay", 0.0)
-    assert [tuple(p.shape) for p in no_decay["params"]] == [(4,), (4,), (4,)]
 
 
 OURS = "shardwise.trainer.runtime.optimizers"
@@ -122,18 +128,6 @@ def test_moments_of_large_tensors_are_8_bit_with_a_scale_for_256_elements(kind):
                 assert state[f"state{number}"].unique().numel() > 2, "moments that are all alike hold nothing"
 
 
-def test_matrices_of_blocks_are_neither_tables_nor_heads_nor_frozen():
-    llama = tiny_llama()
-    names = {id(parameter): name for name, parameter in llama.named_parameters()}
-    assert {names[id(parameter)].split(".")[-2] for parameter in block_matrices(llama)} == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-    }  # fmt: skip
-    tied = tiny_llama(tie_word_embeddings=True)
-    assert len(block_matrices(tied)) == len(block_matrices(llama)) == 14
-    llama.model.layers[0].requires_grad_(False)
-    assert len(block_matrices(llama)) == 7
-
-
 def test_muons_rules_are_torchs_own():
     llama, alone = tiny_llama(), tiny_llama()
     built = build_optimizer(Optimizer.MUON, llama, lr=1e-3, weight_decay=0.1)
@@ -176,42 +170,242 @@ def test_w12_bitsandbytes_lamb_makes_adams_update():
     assert updates[1] == pytest.approx(updates[0], rel=1e-2), "LAMB's would be a hundred times larger"
 
 
-NUM_LAST = 5  # losses that the end is the mean of
-SAME_UPDATE = {  # as another one makes, but for where its state lies or how it is rounded
-    Optimizer.ADAMW_FUSED, Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT,
-    Optimizer.DEEPSPEED_CPU_ADAM,
-}  # fmt: skip
-LONG = (pytest.mark.long, pytest.mark.products)
-WHOLE = [
-    pytest.param(
-        kind, None, id=kind, marks=() if kind in {Optimizer.LION, Optimizer.MUON, Optimizer.ADAFACTOR} else LONG
-    )
-    for kind in Optimizer
-    if kind not in SAME_UPDATE
+RANK_8 = GaloreJob(rank=8, update_gap=2, scale=0.5)
+
+
+def after_steps(inner: Optimizer = Optimizer.ADAMW, *, num_steps: int = 3, weight_decay: float = 0.1, **changes: Any):
+    llama = tiny_llama()
+    built = build_optimizer(inner, llama, lr=1e-2, weight_decay=weight_decay, galore=replace(RANK_8, **changes))
+    train_steps(llama, built, range(num_steps), lr=1e-2)
+    return llama, built
+
+
+@pytest.mark.parametrize("inner", [Optimizer.ADAMW, Optimizer.ADAFACTOR])
+def test_class_and_groups_are_those_that_are_expected(inner):
+    llama, built = after_steps(inner)
+    assert type(built).__module__.startswith("galore_torch")
+    assert type(built).__name__ == expected_class_name(inner, is_galore=True)
+    assert tuple(group["name"] for group in built.param_groups) == expected_groups(inner, is_galore=True)
+    matrices, decay, no_decay = built.param_groups
+    assert [id(p) for p in matrices["params"]] == [id(p) for p in block_matrices(llama)]
+    assert {p.shape for p in decay["params"]} == {(256, 64)}, "embedding and head"
+    assert {p.ndim for p in no_decay["params"]} == {1}
+    assert [group["weight_decay"] for group in built.param_groups] == [0.1, 0.1, 0.0]
+    assert [matrices[name] for name in ("rank", "update_proj_gap", "scale", "proj_type")] == [8, 2, 0.5, "std"]
+    assert "rank" not in decay and "rank" not in no_decay
+    settings = {"betas": BETAS, "eps": 1e-8} if inner is Optimizer.ADAMW else {"relative_step": False}
+    assert {name: built.defaults[name] for name in settings} == settings
+
+
+def test_w36_galores_projector_is_a_view_of_all_singular_vectors():
+    """Canary: once it fails, `_keep_projectors_only` can go."""
+    from galore_torch.galore_projector import GaLoreProjector
+
+    decompose = inspect.unwrap(GaLoreProjector.get_orthogonal_matrix)
+    matrix = decompose(GaLoreProjector(8), torch.randn(64, 32), 8, "right")
+    assert matrix.shape == (8, 32)
+    assert matrix.untyped_storage().nbytes() == 4 * 32 * 32
+
+
+@pytest.mark.parametrize("projection", ["std", "full"])
+def test_a_projector_holds_no_singular_vectors_beyond_its_rank(projection):
+    """As a view of all of them it would hold as much as a square matrix of the smaller side (W36)."""
+    llama, built = after_steps(projection=projection)
+    for parameter in block_matrices(llama):
+        found = built.state[parameter]["projector"].ortho_matrix
+        for matrix in found if isinstance(found, list) else [found]:
+            assert matrix.untyped_storage().nbytes() == 4 * RANK_8.rank * max(matrix.shape)
+            assert matrix.is_contiguous()  # as it comes back from a checkpoint, or the two would round differently
+
+
+def test_a_projector_holds_for_the_gap_and_is_then_found_anew():
+    llama, built = after_steps(num_steps=1, update_gap=2)
+    weight = block_matrices(llama)[0]
+    seen = []
+    for step in range(1, 5):
+        seen.append(built.state[weight]["projector"].ortho_matrix.clone())
+        train_steps(llama, built, range(step, step + 1), lr=1e-2)
+    assert [torch.equal(a, b) for a, b in pairwise(seen)] == [True, False, True]
+
+
+def after_random_gradients(**changes: Any):
+    """A step with gradients of full rank: the model, its optimizer, and what each weight moved by."""
+    llama, before = tiny_llama(), tiny_llama()
+    galore = replace(RANK_8, **changes)
+    built = build_optimizer(Optimizer.ADAMW, llama, lr=1e-2, weight_decay=0.0, galore=galore)
+    random_gradients(llama, step=0)
+    built.step()
+    updates = {name: weight.detach() - before.get_parameter(name) for name, weight in llama.named_parameters()}
+    return llama, built, updates
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_every_projection_updates_tall_and_wide_matrices_in_a_space_of_the_rank(projection):
+    llama, built, updates = after_random_gradients(projection=projection)
+    for name, update in updates.items():
+        assert "_proj" not in name or 0 < torch.linalg.matrix_rank(update, rtol=1e-4) <= 8
+    sides = {tuple(built.state[matrix]["exp_avg"].shape) for matrix in block_matrices(llama)}
+    assert all(8 in shape for shape in sides)
+    assert (sides == {(8, 8)}) == (projection == "full")
+
+
+@pytest.mark.parametrize("inner", [Optimizer.ADAMW, Optimizer.ADAFACTOR])
+def test_layerwise_runs_inside_the_backward_pass_with_the_same_result(inner):
+    plain, _ = after_steps(inner)
+    layerwise, built = after_steps(inner, layerwise=True)
+    assert updates_in_backward(built)
+    assert "hooks on 21 parameters" in optimizer_facts(built)["updates"]
+    assert all(parameter.grad is None for parameter in layerwise.parameters())
+    assert_same_weights(layerwise, plain)
+
+
+REFUSALS = [
+    (Optimizer.ADAMW_8BIT, {}, r"adamw_8bit .*CUDA.*adamw or adafactor"),  # where there is no GPU
+    (Optimizer.LION, {}, r"adamw, adamw_8bit, adafactor, .*\blion$"),
+    (Optimizer.SGD, {}, r"adamw, adamw_8bit, adafactor, .*\bsgd$"),
+    (Optimizer.ADAMW_FUSED, {}, r"adamw, adamw_8bit, adafactor, .*\badamw_fused$"),
+    (Optimizer.ADAMW, {"projection": "diagonal"}, r"train\.galore\.projection: diagonal\b.*: std, reverse_std"),
+    (Optimizer.ADAMW, {"projection": "reverse_std", "rank": 32}, r"rank: 32 .* 32, .*reverse_std"),
 ]
-PROJECTED = [pytest.param(kind, GALORE, id=f"galore-{kind}") for kind in (Optimizer.ADAMW, Optimizer.ADAFACTOR)]
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """Full ones: grouped by length, steps would differ in how much they teach."""
-    return write_packed_rows(tmp_path_factory.mktemp("data") / "rows")
+@pytest.mark.parametrize(("inner", "changes", "fact"), REFUSALS)
+def test_what_galore_cannot_do_is_refused(inner, changes, fact, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match=fact):
+        after_steps(inner, **changes)
 
 
-@pytest.fixture(scope="module")
-def adamws_fall(rows):
-    return fall(rows, Optimizer.ADAMW)
+def test_the_8_bit_optimizer_inside_is_built_without_the_arguments_that_moved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    built: Any = build_optimizer(Optimizer.ADAMW_8BIT, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=RANK_8)
+    assert (type(built).__module__, built.args.optim_bits) == ("galore_torch.adamw8bit", 8)
+    assert (built.args.max_unorm, built.args.skip_zeros) == (0, False)
 
 
-def fall(rows, optimizer, galore=None):
-    losses = list(losses_on_text(rows, optimizer, galore=galore))
-    return losses[0] - sum(losses[-NUM_LAST:]) / NUM_LAST
+def test_a_model_without_matrices_is_refused():
+    with pytest.raises(InputError, match=r"train\.method: galore"):
+        build_optimizer(Optimizer.ADAMW, nn.LayerNorm(4), lr=1e-2, weight_decay=0.1, galore=RANK_8)
 
 
-@pytest.mark.parametrize(("optimizer", "galore"), [*WHOLE[1:], *PROJECTED])
-def test_the_loss_falls_at_least_four_fifths_as_far_as_under_adamw(rows, adamws_fall, optimizer, galore):
-    assert fall(rows, optimizer, galore) > 0.8 * adamws_fall
+def test_w13_galore_torchs_8_bit_arguments_have_moved_in_bitsandbytes():
+    from galore_torch import GaLoreAdamW8bit
+
+    built = GaLoreAdamW8bit(tiny_llama().parameters())  # percentile_clipping=100, block_wise=True
+    assert (built.args.max_unorm, built.args.skip_zeros) == (100, True)
 
 
-def test_adamw_itself_learns(adamws_fall):
-    assert adamws_fall > 2, "of ln 256 = 5.5 at the start"
+def test_w14_galore_torch_does_not_project_back_under_reverse_std_at_full_rank():
+    from galore_torch import GaLoreAdamW
+
+    wide = nn.Parameter(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    group = {"params": [wide], "rank": 4, "update_proj_gap": 10, "scale": 1.0, "proj_type": "reverse_std"}
+    built = GaLoreAdamW([group], no_deprecation_warning=True)
+    wide.grad = torch.ones_like(wide)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        built.step()
+
+
+INSIDE = (Optimizer.LOMO, Optimizer.ADALOMO)
+ANY_TIME = [kind for kind in Optimizer if kind not in (*INSIDE, Optimizer.DEEPSPEED_CPU_ADAM)]
+
+
+@pytest.mark.parametrize("kind", ANY_TIME)
+def test_the_weights_are_those_of_an_update_after_the_backward_pass(kind):
+    """Under recomputation, and with a table that is used at both ends of the model."""
+    after, inside = (tiny_llama(tie_word_embeddings=True) for _ in range(2))
+    for llama in (after, inside):
+        apply_checkpointing(llama.train(), Checkpointing.FULL)
+    plain = build_optimizer(kind, after, lr=1e-3, weight_decay=0.1)
+    hooked = build_optimizer(kind, inside, lr=1e-3, weight_decay=0.1, in_backward=True)
+    assert (updates_in_backward(plain), updates_in_backward(hooked)) == (False, True)
+    train_steps(after, plain, range(3), lr=1e-3)
+    train_steps(inside, hooked, range(3), lr=1e-3)
+    assert_same_weights(inside, after)
+
+
+@pytest.mark.parametrize("kind", [*INSIDE, Optimizer.ADAMW, Optimizer.ADAMW_8BIT])
+def test_no_two_gradients_are_ever_alive(kind):
+    llama, alive = tiny_llama(), []
+
+    def count(_: torch.Tensor) -> None:
+        alive.append(sum(parameter.grad is not None for parameter in llama.parameters()))
+
+    for parameter in llama.parameters():
+        parameter.register_post_accumulate_grad_hook(count)  # before ours, so that it sees what ours is given
+    build_optimizer(kind, llama, lr=1e-3, weight_decay=0.1, in_backward=True)
+    random_loss(llama, step=0).backward()
+    assert alive == [1] * 21
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_lomo_updates_inside_backward_without_being_asked(kind):
+    llama = tiny_llama()
+    built = build_optimizer(kind, llama, lr=1e-3, weight_decay=0.1)
+    assert updates_in_backward(built)
+    train_steps(llama, built, range(2), lr=1e-3)
+    assert all(parameter.grad is None for parameter in llama.parameters())
+    facts = optimizer_facts(built)
+    assert facts["updates"].startswith("inside the backward pass, by hooks on 21 parameters, 42 so far")
+    assert (facts["optimizer_state"] == "none") == (kind is Optimizer.LOMO)
+
+
+def test_lomo_is_sgd_and_adalomo_is_adafactor_inside_the_backward_pass():
+    """AdaLomo's paper has a factored second moment, a bounded update, a step relative to the weight."""
+    sgd, factored, lomo, adalomo = (tiny_llama() for _ in range(4))
+    groups = parameter_groups(factored, weight_decay=0.1)
+    for llama, optimizer, lr in (
+        (sgd, torch.optim.SGD(sgd.parameters(), lr=0.1), 0.1),
+        (lomo, build_optimizer(Optimizer.LOMO, lomo, lr=0.1, weight_decay=0.0), 0.1),
+        (factored, Adafactor(groups, lr=1e-2, scale_parameter=True, relative_step=False), 1e-2),
+        (adalomo, build_optimizer(Optimizer.ADALOMO, adalomo, lr=1e-2, weight_decay=0.1), 1e-2),
+    ):
+        train_steps(llama, optimizer, range(5), lr=lr)
+    assert_same_weights(lomo, sgd)
+    assert_same_weights(adalomo, factored, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_weights_in_16_bit_are_rounded_once(kind):
+    exact = nn.ParameterList([nn.Parameter(torch.linspace(-1, 2, 24).reshape(4, 6).bfloat16().float())])
+    rounded = nn.ParameterList([nn.Parameter(exact[0].detach().bfloat16())])
+    for each in (exact, rounded):
+        built = build_optimizer(kind, each, lr=1e-2, weight_decay=0.5)
+        each[0].grad = torch.ones_like(each[0])
+        built.step()
+    assert rounded[0].dtype is torch.bfloat16
+    assert torch.equal(rounded[0], exact[0].bfloat16())
+
+
+def test_parameters_that_an_engine_puts_in_get_hooks_before_the_next_step():
+    old, new = nn.Linear(4, 4), nn.Linear(4, 4)
+    built = build_optimizer(Optimizer.SGD, old, lr=0.1, weight_decay=0.0, in_backward=True)
+    for group in built.param_groups:  # as Accelerate does for FSDP2
+        group["params"] = [p for p in new.parameters() if (p.ndim >= 2) == (group["name"] == "decay")]
+    set_learning_rate(built, 0.1)
+    before = new.weight.detach().clone()
+    new(torch.ones(1, 4)).sum().backward()
+    assert torch.allclose(new.weight, before - 0.1) and new.weight.grad is None
+    old(torch.ones(1, 4)).sum().backward()
+    assert old.weight.grad is not None, "the hooks of parameters that are gone are gone too"
+
+
+def candidate(*, accumulation: int = 1, method: Method = Method.FULL, in_backward: bool = False, **strategy: Any):
+    made = make_candidate(accumulation=accumulation, method=method, optimizer_in_backward=in_backward)
+    return replace(made, strategy=replace(made.strategy, **strategy))
+
+
+def test_what_cannot_run_inside_backward_is_refused_in_words():
+    check_in_backward(candidate(accumulation=4))
+    check_in_backward(candidate(optimizer=Optimizer.LOMO))
+    check_in_backward(candidate(in_backward=True, sharding=Sharding.FSDP))
+    with pytest.raises(InputError, match=r"lomo does not accumulate gradients over 4 micro batches.*micro_batch: 16"):
+        check_in_backward(candidate(optimizer=Optimizer.LOMO, accumulation=4))
+    with pytest.raises(InputError, match=r"pin.optimizer_in_backward uses gradients before ddp"):
+        check_in_backward(candidate(in_backward=True, sharding=Sharding.DDP))
+    with pytest.raises(InputError, match=r"optimizer adalomo uses gradients before zero2"):
+        check_in_backward(candidate(optimizer=Optimizer.ADALOMO, sharding=Sharding.ZERO2))
+    with pytest.raises(InputError, match=r"layerwise .* before fp16's loss scale"):
+        check_in_backward(candidate(method=Method.GALORE, precision=Precision.FP16_MIXED), is_layerwise=True)
+    with pytest.raises(InputError, match="not inside it"):
+        build_optimizer(Optimizer.DEEPSPEED_CPU_ADAM, nn.Linear(2, 2), lr=1.0, weight_decay=0.0, in_backward=True)

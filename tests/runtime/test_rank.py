@@ -14,14 +14,13 @@ import pytest
 from lone_rank import ENDLESS, TIMEOUT_S, lines_of, losses_of, report_of, run_rank, start_rank, wait_for_step
 from msgspec.structs import replace
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_attempt
-from spoilt_rows import spoil
 
 from shardwise.trainer.runtime.data.cache import TokenLayout
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Ending, Report, RollBack
+from shardwise.trainer.spec.report import Ending, Report
 from shardwise.trainer.spec.strategy import LossHead
 
 
@@ -83,16 +82,6 @@ def test_speed_counts_what_goes_through_the_model_and_learned_tokens_beside_it(t
     assert (report.tokens, report.targets) == (lines[-1]["tokens"], lines[-1]["targets"])
     speed = report.measured.speed
     assert speed.targets_per_s_per_gpu / speed.tokens_per_s_per_gpu < 0.45
-
-
-def test_a_return_to_a_checkpoint_is_in_the_report(tmp_path, cache_dir):
-    """Weights that a NaN has reached within the backward pass are those of the last checkpoint again."""
-    plan = plan_with(
-        cache_dir, optimizer_in_backward=True, micro_batch=8, accumulation=1, clip=0.0, loss=LossHead.EAGER
-    )
-    plan_path = write_attempt(tmp_path / "run", spoil(plan, tmp_path / "extension", [5]))
-    run_rank(plan_path)
-    assert report_of(plan_path).roll_backs == (RollBack(from_step=5, to_step=3),)
 
 
 def test_a_finished_attempt_started_again_overwrites_nothing_and_has_the_same_losses(finished):

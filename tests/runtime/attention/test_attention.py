@@ -25,11 +25,10 @@ from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBA
 from transformers.utils import import_utils
 from transformers.utils.generic import is_flash_attention_requested
 
-from shardwise.launch.probe.installed import unfit_version
 from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of
 from shardwise.trainer.runtime import attention
-from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
-from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel, main
+from shardwise.trainer.runtime.attention.choice import check_attention
+from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel
 from shardwise.trainer.runtime.attention.packed import ONE_BY_ONE, VARLEN
 from shardwise.trainer.runtime.models.build import make_trainable
 from shardwise.trainer.runtime.run.types import compute_type
@@ -37,7 +36,7 @@ from shardwise.trainer.runtime.tools.measure import attention_backend
 from shardwise.trainer.simulation.fake_device import FakeDeviceMode, as_if_available
 from shardwise.trainer.simulation.kernels import Kernels
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Report
@@ -70,13 +69,6 @@ def test_flash_is_the_second_generation_of_flash_attn(monkeypatch, found):
     with_flash_attn(monkeypatch, found)
     with pytest.raises(EnvironmentFaultError, match=rf"flash-attn {found or 'none'}\b"):
         check_attention(Attention.FLASH, LLAMA)
-
-
-def test_what_is_there_may_run(monkeypatch):
-    check_attention(Attention.SDPA, LLAMA)
-    check_attention(Attention.EAGER, LLAMA)
-    with_flash_attn(monkeypatch, "2.8.3")
-    check_attention(Attention.FLASH, LLAMA)
 
 
 def test_flash_is_refused_where_it_would_not_be_told_of_windows(monkeypatch):
@@ -112,15 +104,6 @@ def test_w30_a_name_with_a_commit_is_a_kernel_at_that_revision(monkeypatch):
     assert is_flash_attention_requested(requested_attention_implementation=KERNEL)
 
 
-def test_transformers_states_the_versions_of_kernels_that_it_accepts(tmp_path, monkeypatch):
-    """A canary: a probe reads the range from the metadata of transformers, and a rank obeys the one in its source."""
-    (tmp_path / "kernels-0.0.1.dist-info").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    found = unfit_version("kernels", user="transformers")
-    bounds = (import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION)
-    assert found is not None and all(bound.removesuffix(".0") in found.required for bound in bounds)
-
-
 OTHER, MISSING, FOREIGN, OPEN = (digit * 40 for digit in "abcd")
 FINDS_KERNELS = pytest.mark.cold  # transformers looks for the package when it is imported
 LOADS_EACH = """
@@ -150,15 +133,9 @@ def cache(tmp_path_factory) -> Path:
 
 
 def output_of(environment: dict[str, str], *argv: str) -> str:
-    """What a Python program prints."""
     done = subprocess.run([sys.executable, *argv], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_the_name_is_the_pinned_kernels_for_flash_alone():
-    assert attention_name(Attention.FLASH, KERNEL) == KERNEL
-    assert attention_name(Attention.SDPA, KERNEL) == "sdpa"
 
 
 @pytest.mark.skipif(import_utils.is_kernels_available(), reason="kernels is installed")
@@ -185,14 +162,6 @@ def test_what_is_in_the_cache_is_loaded_and_what_cannot_run_is_refused_with_the_
     if not import_utils.is_kernels_available():  # the package itself would go and look for the other one
         assert f"{REPOSITORY}@{OPEN}" in chained and "some/kernel" in chained
     assert all(fact in elsewhere for fact in (KERNEL, f"{put / 'build' / 'torch-cpu'}", "unset LOCAL_KERNELS"))
-
-
-@pytest.mark.skipif(import_utils.is_kernels_available(), reason="kernels is installed")
-def test_the_process_that_fetches_ends_with_the_code_of_its_error(capsys):
-    assert main([KERNEL]) == ExitCode.ENVIRONMENT
-    assert KERNEL in capsys.readouterr().err
-    assert main([]) == ExitCode.INPUT
-    assert "OWNER/flash-attn2@COMMIT" in capsys.readouterr().err
 
 
 def plan_with(cache_dir: Path, **kernel: Any) -> Plan:
@@ -275,12 +244,6 @@ def test_grouped_heads_take_a_fused_kernel_on_every_chip_in_packed_rows_too(case
     assert seen["calls"][case] == [{kernel: 1}, None]
     packed = [{FLASH: 1}, VARLEN] if kernel is FLASH else [{EFFICIENT: 3}, ONE_BY_ONE]
     assert seen["calls"][f"{case}, packed"] == seen["calls"][f"{case}, packed in a window"] == packed
-
-
-def test_a_forward_of_packed_rows_asks_the_device_nothing(seen):
-    """By one kernel or document by document, with a window and without: a fake tensor cannot be read."""
-    assert len(seen["questions"]) == 4
-    assert set(seen["questions"].values()) == {None}
 
 
 def test_w59_transformers_groups_heads_for_any_chip_and_type():

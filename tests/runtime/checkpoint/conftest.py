@@ -19,7 +19,6 @@ _PROGRAM = Path(__file__).with_name("tiny_run.py")
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
-    """tiny_run.py as a module."""
     spec = importlib.util.spec_from_file_location("tiny_run", _PROGRAM)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +28,6 @@ def tiny() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def run_tiny() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """tiny_run.py as a program of its own."""
 
     def run(*arguments: object, returns: int = 0) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(_PROGRAM), *map(str, arguments)]
@@ -52,7 +50,6 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def trained(tiny: ModuleType) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The tiny model and its optimizer after a step."""
     model = tiny.build_model()
     optimizer = tiny.build_optimizer(model)
     tiny.train(model, optimizer, start=0, stop=1)
@@ -61,7 +58,6 @@ def trained(tiny: ModuleType) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture(scope="session")
 def newest() -> Callable[[Path], CheckpointFolder]:
-    """The newest checkpoint of a folder, none of which may be damaged."""
 
     def find(root: Path) -> CheckpointFolder:
         found = find_checkpoint(root, on_skip=pytest.fail)

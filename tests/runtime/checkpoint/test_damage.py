@@ -22,7 +22,6 @@ SHARD, MANIFEST = "shard-00000.safetensors", "MANIFEST.json"
 
 @pytest.fixture
 def root(tiny, tmp_path):
-    """Checkpoints of steps 2 and 4."""
     tiny.run_until(tmp_path / "checkpoints", 4)
     return tmp_path / "checkpoints"
 
@@ -141,15 +140,12 @@ def test_damaged_checkpoint_is_reported_and_the_older_taken(tiny, root, damage):
     assert not (root.parent / "exploded").exists()
 
 
-def test_what_does_not_fit_is_refused_once_it_is_known_to_be_whole(tiny, root):
+def test_what_does_not_fit_is_refused_once_it_is_known_to_be_whole_and_another_job_before_anything_is_built(tiny, root):
     model = tiny.build_model()
     optimizer = tiny.build_optimizer(model, "momentum")
     resumption = begin_resumption(root, check=lambda checkpoint: None, on_skip=pytest.fail)
     with pytest.raises(InputError, match="the checkpoint holds exp_avg, exp_avg_sq, the optimizer of this job keeps"):
         resumption.load(model, optimizer, sharding=Sharding.NONE)
-
-
-def test_one_of_another_job_is_refused_before_anything_is_built(tiny, root):
     with pytest.raises(InputError, match=r"train\.seed: it has 0, this job 9"):
         facts = tiny.build_facts(0, seed=9)
         begin_resumption(root, check=lambda found: check_compatible(found, facts), on_skip=pytest.fail)
@@ -175,12 +171,6 @@ def test_no_folder_an_empty_one_and_other_names_hold_no_checkpoint(tmp_path):
     for name in (".tmp-step-00000004-ab12", ".tmp-trash-step-00000002-cd34", "step-4", "step-0000000004", "export"):
         (tmp_path / name).mkdir()
     assert find_checkpoint(tmp_path, on_skip=pytest.fail) is None
-
-
-def test_newest_is_by_number_also_beyond_eight_digits(tiny, trained, newest, tmp_path):
-    for step in (99_999_999, 100_000_000):
-        tiny.save(tmp_path, *trained, step)
-    assert newest(tmp_path).path.name == "step-100000000"
 
 
 def test_files_that_the_manifest_does_not_list_are_never_opened(newest, root):

@@ -12,8 +12,7 @@ from torch import nn
 
 from shardwise.trainer.runtime.checkpoint import CheckpointFolder, Ranks, check_compatible, import_state, import_weights
 from shardwise.trainer.runtime.checkpoint.load import check_read_back
-from shardwise.trainer.runtime.checkpoint.optimizer_state import projected_shapes
-from shardwise.trainer.runtime.optimizers import build_optimizer, projectors, state_facts, unwrapped
+from shardwise.trainer.runtime.optimizers import build_optimizer, state_facts, unwrapped
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.sections import GaloreJob
@@ -64,7 +63,6 @@ def save(root: Path, model: nn.Module, built: object, tiny, step: int, **changed
 
 
 def resume(model: nn.Module, checkpoint: CheckpointFolder, kind: str) -> tuple[nn.Module, Any, int]:
-    """A model of other weights and a fresh optimizer, both filled from the checkpoint; blocks that were coded anew."""
     import_weights(model, checkpoint)
     optimizer = build(model, kind)
     return model, optimizer, import_state(model, optimizer, checkpoint, sharding=Sharding.NONE)
@@ -148,14 +146,3 @@ def test_another_rank_of_galore_is_another_kind_of_training(tiny, trained, newes
     for other, kind in ((GaloreJob(rank=4), "galore of rank 4"), (None, "all weights")):
         with pytest.raises(InputProblemsError, match=f"it has galore of rank 8, .* this job {kind}"):
             check_compatible(checkpoint, tiny.build_facts(2, galore=other))
-
-
-@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (24, 24), (6, 40), (40, 6)])
-@pytest.mark.parametrize("projection", ["std", "reverse_std", "right", "left", "full"])
-def test_projected_shapes_are_those_of_galore_torch(projection, shape):
-    from galore_torch.galore_projector import GaLoreProjector
-
-    projector = GaLoreProjector(8, proj_type=projection)
-    projected = projector.project(torch.randn(shape), 0)
-    shapes = tuple(tuple(matrix.shape) for matrix in projectors({"projector": projector}))
-    assert projected_shapes(shape, rank=8, projection=projection) == (tuple(projected.shape), shapes)

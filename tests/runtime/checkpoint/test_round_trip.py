@@ -28,68 +28,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["foreach", "fused", "amsgrad", "momentum", "sgd"])
-@pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        ("cpu", torch.float32),
-        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),  # torch keeps the step count there as well
-        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
-    ],
-    ids=str,
-)
-def test_state_comes_back_bitwise_as_torch_makes_it(tiny, newest, tmp_path, kind, device, dtype):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    model, fresh = (tiny.build_model(seed).to(dtype) for seed in (0, 9))
-    optimizer = tiny.build_optimizer(model.to(device), kind)
-    step(model, optimizer, 1)
-    tiny.save(tmp_path, model, optimizer, 1)
-    import_weights(fresh, newest(tmp_path))
-    resumed = tiny.build_optimizer(fresh.to(device), kind)
-    import_state(fresh, resumed, newest(tmp_path), sharding=Sharding.NONE)
-    assert tiny.digest(fresh, resumed) == tiny.digest(model, optimizer)
-    for parameter, copy in zip(model.parameters(), fresh.parameters(), strict=True):
-        made, ours = (
-            {key: (v.dtype, v.device, v.shape, v.stride()) for key, v in state.items() if v is not None}
-            for state in (optimizer.state[parameter], resumed.state[copy])
-        )
-        assert made == ours
-    for each in ((model, optimizer), (fresh, resumed)):
-        step(*each, 2)
-    assert tiny.digest(fresh, resumed) == tiny.digest(model, optimizer)
-
-
 def test_a_checkpoint_of_format_1_is_read_as_it_was_saved(tiny, newest):
     """Written by 0.4: three steps of the tiny run. Later versions read it to the bit, and continue."""
     retained = Path(__file__).with_name("format-1")
     model, optimizer = tiny.resume(newest(retained))
     assert tiny.digest(model, optimizer) == (retained / "digest").read_text().strip()
     assert all(loss < 5 for loss in tiny.train(model, optimizer, start=3, stop=5))
-
-
-def test_saving_before_the_first_step_changes_nothing_and_neither_does_going_back_to_it(tiny, newest, tmp_path):
-    model, optimizer = build(tiny)
-    expected = tiny.train(*build(tiny), start=0, stop=3)
-    tiny.save(tmp_path, model, optimizer, 0)
-    assert not optimizer.state
-    assert tiny.train(model, optimizer, start=0, stop=3) == expected
-    assert tiny.train(*tiny.resume(newest(tmp_path)), start=0, stop=3) == expected
-    import_state(model, optimizer, newest(tmp_path), sharding=Sharding.NONE)
-    assert not optimizer.state
-    assert tiny.train(model, optimizer, start=0, stop=3) == expected
-
-
-def test_settings_of_the_optimizer_stay_the_jobs(tiny, newest, tmp_path):
-    tiny.save(tmp_path, *build(tiny, steps=2), 2)
-    fresh, changed = build(tiny)
-    for group in changed.param_groups:
-        group |= {"lr": 7e-4, "weight_decay": 0.3, "betas": (0.8, 0.9)}
-    import_state(fresh, changed, newest(tmp_path), sharding=Sharding.NONE)
-    assert [(g["lr"], g["weight_decay"], g["betas"]) for g in changed.param_groups] == [(7e-4, 0.3, (0.8, 0.9))] * 2
-    groups = newest(tmp_path).manifest.groups
-    assert (groups["decay"]["weight_decay"], groups["no_decay"]["weight_decay"]) == (0.1, 0.0)
-    assert groups["decay"]["betas"] == (0.9, 0.95)
 
 
 def test_a_tied_weight_is_saved_once_and_stays_tied(tiny, newest, tmp_path):
@@ -143,27 +87,6 @@ def test_scalars_buffers_narrow_and_frozen_tensors_come_back(tiny, newest, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("inside", "wrapper"),
-    [
-        ("", "module"), ("", "base_model.model"), ("model", "_orig_mod"), ("", "module._orig_mod"),
-        ("model.layers.0", "_checkpoint_wrapped_module"),
-    ],
-)  # fmt: skip
-def test_names_carry_no_trace_of_a_wrapper(tiny, newest, tmp_path, inside, wrapper):
-    plain = tiny.build_model()
-    names = set(dict(plain.named_parameters()))
-    wrapped = plain.get_submodule(inside)
-    for name in reversed(wrapper.split(".")):
-        wrapped = nn.ModuleDict({name: wrapped})
-    if inside:
-        plain.set_submodule(inside, wrapped)
-        wrapped = plain
-    assert set(dict(wrapped.named_parameters())) != names
-    tiny.save(tmp_path, wrapped, tiny.build_optimizer(plain), 1)
-    assert set(newest(tmp_path).manifest.parameters) == names
-
-
-@pytest.mark.parametrize(
     ("change", "fact"),
     [
         (
@@ -212,12 +135,6 @@ def test_state_that_the_format_does_not_know_is_refused_not_dropped(tiny, tmp_pa
         tiny.save(tmp_path, model, optimizer, 1)
     with pytest.raises(InputError, match="there are no checkpoints of RMSprop"):
         tiny.save(tmp_path, model, torch.optim.RMSprop(model.parameters()), 1)
-
-
-def test_facts_come_back(tiny, newest, tmp_path):
-    facts = tiny.build_facts(3, versions={"torch": "2.13"}, best_step=2)
-    tiny.save(tmp_path, *build(tiny), 3, facts=facts)
-    assert newest(tmp_path).facts == facts
 
 
 def test_the_reader_in_the_documentation_works(tiny, tmp_path, capsys):

@@ -1,18 +1,23 @@
 """Files of ranges: any cut of a tensor over any number of ranks reads back by any other cut."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.checkpoint import CheckpointFolder, Manifest, shards
-from shardwise.trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
+from shardwise.trainer.runtime.checkpoint.manifest import (
+    ParameterEntry,
+    TensorEntry,
+    check_manifest,
+    covered_in_order,
+    share_of_rank,
+)
 from shardwise.trainer.runtime.checkpoint.pieces import Piece, type_of
 from shardwise.trainer.spec.errors import InputError
 
@@ -74,20 +79,6 @@ def test_wider_values_are_exact_and_rounding_is_refused(tiny, tmp_path, saved_as
                 read(checkpoint, 0, 33, read_as)
 
 
-def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
-    dtypes = (torch.bool, torch.bfloat16, torch.float32, torch.uint8, torch.float64)
-    pieces = [Piece(str(dtype), None, 0, torch.ones(3, dtype=dtype)) for dtype in dtypes]
-    shards.write_shards(tmp_path, pieces, rank=0, world_size=1, on_point=lambda point: None)
-    content = (tmp_path / "shard-00000.safetensors").read_bytes()
-    header_bytes = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + header_bytes])
-    assert header_bytes % 8 == 0
-    for piece in pieces:
-        assert header[f"{piece.name}|weight|0"]["data_offsets"][0] % piece.values.element_size() == 0
-    loaded = load_file(tmp_path / "shard-00000.safetensors")
-    assert all(torch.equal(loaded[f"{piece.name}|weight|0"], piece.values) for piece in pieces)
-
-
 def test_a_rank_that_holds_much_writes_several_files_side_by_side(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "_LEAST_FILE_BYTES", 256)
     monkeypatch.setattr(shards, "own_cores", lambda: 3)
@@ -125,3 +116,37 @@ def test_a_value_that_is_not_finite_is_found_in_every_type(dtype):
         values = torch.linspace(-1, 1, 100, dtype=dtype)
         values[50] = value
         assert shards.is_finite(values) is (value == 0.5)
+
+
+class Held(NamedTuple):
+    start: int
+    num_elements: int
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 4, 8])), max_size=8),
+    world_size=st.integers(1, 9),
+)
+def test_shares_of_all_ranks_are_every_element_once_and_of_even_size(sizes, world_size):
+    total = sum(count * width for count, width in sizes)
+    seen = []
+    for rank in range(world_size):
+        shares = share_of_rank(sizes, rank=rank, world_size=world_size)
+        seen += [(each.position, each.start + index) for each in shares for index in range(each.num_elements)]
+        assert sum(share.num_elements * sizes[share.position][1] for share in shares) <= total / world_size + 8
+    assert seen == [(position, element) for position, (count, _) in enumerate(sizes) for element in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "place"),
+    [
+        ([], "0 to 9 of 10 are missing"),
+        ([(0, 4), (5, 5)], "4 to 4 of 10 are missing"),
+        ([(0, 4), (4, 3)], "7 to 9 of 10 are missing"),
+        ([(0, 6), (4, 6)], "4 to 5 of 10 are there twice"),
+        ([(0, 4), (4, 8)], "10 to 11 of 10 are too many"),
+    ],
+)
+def test_holes_overlaps_and_overshoot_are_refused_with_their_place(chunks, place):
+    with pytest.raises(InputError, match=f"^w: elements {place}$"):
+        covered_in_order([Held(*chunk) for chunk in chunks], num_elements=10, what="w")

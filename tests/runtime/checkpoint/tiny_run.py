@@ -99,7 +99,6 @@ def train(
 
 
 def build_facts(at: int, /, **changed: Any) -> CheckpointFacts:
-    """Facts of the tiny run after so many steps."""
     fields: dict[str, Any] = {
         "run_name": "tiny", "step": at, "tokens_seen": at * SEQUENCES * SEQ_LEN, "seed": 0,
         "sequences_per_step": SEQUENCES, "tokens_per_step": SEQUENCES * SEQ_LEN, "model_config_sha256": "ab" * 32,
@@ -115,12 +114,10 @@ def _save(root: Path, model: nn.Module, optimizer: object, step: int, **changed:
 
 
 def save(root: Path, model: nn.Module, optimizer: object, step: int, **changed: Any) -> Path:
-    """Saves the tiny run as a single process, keeping 2."""
     return _save(root, model, optimizer, step, **changed).run()
 
 
 def begin(root: Path, model: nn.Module, optimizer: object, step: int, **changed: Any) -> BackgroundSave:
-    """Begins a save in the background."""
     return BackgroundSave(_save(root, model, optimizer, step, **changed))
 
 
@@ -129,7 +126,6 @@ def digest(model: nn.Module, optimizer: object) -> str:
 
 
 def resume(checkpoint: CheckpointFolder, kind: str = "foreach") -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of other random weights and a fresh optimizer, both filled from the checkpoint."""
     model = build_model(seed=99)
     import_weights(model, checkpoint)
     optimizer = build_optimizer(model, kind)
@@ -249,7 +245,6 @@ def wait_for_ranks(root: Path, children: list[int]) -> None:
 
 
 def _ranks(root: Path, case: Callable[[Ranks, Path], dict[str, object]]) -> None:
-    """Two gloo ranks that run `case`."""
 
     def body(ranks: Ranks) -> None:
         results = case(ranks, root)

@@ -35,7 +35,6 @@ def row_numbers(micro_batch):
 
 
 def dealt(rows, micro_batch, accumulation=1, num_ranks=1, *, sequences, step=0, seed=11, rank=0):
-    """The micro batches of a rank, and the targets that it names."""
     return step_micro_batches(
         rows, step=step, seed=seed, sequences_per_step=sequences, rank=rank, num_ranks=num_ranks,
         micro_batch=micro_batch, accumulation=accumulation,
@@ -78,17 +77,6 @@ def test_labels_are_the_inputs_and_nothing_on_padding(rows):
     assert rows.row(0).tolist()[0] == 1, "rows are copies of what is on disk"
 
 
-@pytest.mark.parametrize(
-    "lengths, seq_len, width",
-    [((3,), 64, 8), ((8,), 64, 8), ((9, 2), 64, 16), ((10,), 10, 10), ((9,), 10, 10), ((2,), 5, 5)],
-)
-def test_width_is_a_multiple_of_eight_but_not_above_seq_len(tmp_path, lengths, seq_len, width):
-    batch = only_micro_batch(rows_of_lengths(tmp_path, lengths, seq_len=seq_len), len(lengths))
-    assert batch.input_ids.shape == batch.labels.shape == (len(lengths), width)
-    assert batch.row_lengths == (() if min(lengths) == width else lengths)
-    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
-
-
 @pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 5), (2, 2), (3, 1), (4, 5)])
 @pytest.mark.parametrize("max_rows", [None, 4, 100])
 def test_evaluation_sees_each_row_once_in_as_many_forwards_on_every_rank(rows, num_ranks, micro_batch, max_rows):
@@ -103,7 +91,6 @@ def test_evaluation_sees_each_row_once_in_as_many_forwards_on_every_rank(rows, n
 
 
 def packed_rows(*lengths_of_rows):
-    """Packed rows of documents of these lengths; tokens count from 100."""
     lengths = np.array([sum(each) for each in lengths_of_rows])
     ends, starts = np.cumsum(lengths), np.cumsum([0, *chain(*lengths_of_rows)])[:-1]
     layout = TokenLayout(
@@ -215,12 +202,3 @@ def test_the_mean_width_is_that_of_the_batches_training_makes(tmp_path, micro_ba
         batches, _ = dealt(rows, micro_batch, accumulation, sequences=sequences_per_step, step=step, seed=0)
         widths += [batch.input_ids.shape[1] for batch in batches]
     assert counted.mean_width_sorted == pytest.approx(np.mean(widths), rel=0.02)
-
-
-def test_sorting_saves_what_random_order_pays():
-    widths = {width.micro_batch: width for width in batch_widths(np.array([8] * 64 + [64] * 64), seq_len=64)}
-    assert widths[64].mean_width_sorted == widths[1].mean_width == 36
-    assert widths[16].mean_width == pytest.approx(64)
-    assert all(width.mean_width_sorted <= width.mean_width <= 64 for width in widths.values())
-    (single,) = batch_widths(np.array([13]), seq_len=13)
-    assert single.mean_width == 13, "never above the longest row that is allowed"

@@ -11,7 +11,7 @@ from prepare_request_factory import listed_request, numbered_text
 
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
-from shardwise.trainer.runtime.data.sources.scan import PIECE_CHARS, Block, Split, SplitSearch, content_hash, units
+from shardwise.trainer.runtime.data.sources.scan import Block, Split, SplitSearch, content_hash, units
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sources import DataSource
 
@@ -64,15 +64,6 @@ def test_order_and_company_do_not_move_a_document_and_copies_are_on_one_side():
 def test_the_split_is_the_one_that_earlier_runs_had():
     split = Split(threshold=2**64 // 10)
     assert [number for number in range(90) if held_out_of(blocks_of(MANY[number]), split)] == HELD_OUT
-
-
-@pytest.mark.parametrize("num_documents", [1, 5])
-def test_of_few_documents_pieces_are_held_out(num_documents):
-    documents = [numbered_text(20_000 // num_documents, word=f"document {n}") for n in range(num_documents)]
-    split = split_of(blocks_of(*documents), 0.05)
-    assert split.piece_chars == PIECE_CHARS
-    held_out = sum(map(len, held_out_of(blocks_of(*documents), split)))
-    assert 0.02 < held_out / sum(map(len, documents)) < 0.1
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.5, 1 - 1e-9])

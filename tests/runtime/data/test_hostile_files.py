@@ -17,7 +17,7 @@ from table_files import COMPRESSORS, arrow_of, lines_of, parquet_of
 
 from shardwise.trainer.runtime.data.chat.rendering import Renderer
 from shardwise.trainer.runtime.data.prepare import prepare
-from shardwise.trainer.runtime.data.sources import Completion, files, scan
+from shardwise.trainer.runtime.data.sources import Completion, files
 from shardwise.trainer.runtime.data.sources.scan import ALL_TRAIN, check_sources, scan_rows, units_of
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.spec.errors import InputError
@@ -168,25 +168,6 @@ def test_an_array_above_the_limit_is_refused_with_the_command_that_makes_lines(t
     path.write_bytes(KINDS["a.json"](TEXTS * 100))
     with pytest.raises(InputError, match=rf"{path}: is one JSON value .*\n.*jq -c '\.\[\]' {path} > "):
         prepared(path)
-
-
-def test_a_long_row_is_cut_into_blocks_in_linear_time():
-    """Each block is copied once; the characters of all slices are those of the text."""
-
-    class Counted(str):
-        num_chars = 0
-
-        def __getitem__(self, key):
-            Counted.num_chars += len(super().__getitem__(key))
-            return Counted(super().__getitem__(key))
-
-        def __radd__(self, other):
-            return Counted(str(other) + str(self))
-
-    text = Counted("a line of text\n" * 2**18)
-    blocks = list(scan._blocks_of_text(iter([text]), 1.0, "a.jsonl:1"))
-    assert "".join(str(block.content) for block in blocks) == str(text)
-    assert Counted.num_chars <= 2 * len(text)
 
 
 def test_an_answer_far_above_the_length_of_a_row_is_refused_by_its_beginning():

@@ -19,7 +19,7 @@ from table_files import lines_of
 from tokenizers import Tokenizer
 
 from shardwise.launch.inputs.prepare_data import find_prepared, write_index
-from shardwise.trainer.runtime.data.cache import TokenRows, length_histogram
+from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.spec import codec
@@ -57,7 +57,6 @@ def profile_of(request):
 
 
 def prepared(request):
-    """(profile, train rows, held-out rows)"""
     profile = profile_of(request)
     return profile, *([split.row(n).tolist() for n in range(len(split))] for split in splits(profile))
 
@@ -315,21 +314,6 @@ def test_a_full_disk_is_an_environment_fault_and_leaves_nothing(request_of, tmp_
     assert finished.returncode == 4, finished
     assert "File too large" in finished.stderr
     assert cache_folders(request) == ["locks"]
-
-
-def test_documents_are_counted_as_they_were_before_packing(request_of, tmp_path, tokenizer_folder):
-    lengths = (3, 9, 30, 5)
-    path = jsonl(tmp_path / "a.jsonl", *({"tokens": [7] * length} for length in lengths))
-    plain, packed = (profile_of(request_of(path, packing=packing)) for packing in (False, True))
-    assert (plain.num_documents, plain.mean_document_tokens) == (4, (3 + 9 + 30 + 5) / 4)
-    assert plain.mean_cut_tokens == packed.mean_cut_tokens == (3 + 9 + 16 + 5) / 4
-    assert (plain.longest_row, packed.longest_row) == (16, 16)
-    assert packed.documents == plain.documents == length_histogram(np.array(lengths)), "without a tokenizer no end"
-    assert [width.micro_batch for width in plain.batch_widths] == [1, 2, 4]
-    assert plain.batch_widths[0].mean_width == (8 + 16 + 16 + 8) / 4
-    assert packed.batch_widths == plain.batch_widths
-    request = request_of(path, eval_source=str(path), packing=True, tokenizer=str(tokenizer_folder))
-    assert profile_of(request).documents == length_histogram(np.array(lengths) + 1), "held-out ones are not counted"
 
 
 @pytest.mark.long

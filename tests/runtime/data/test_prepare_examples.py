@@ -15,7 +15,7 @@ from table_files import lines_of
 
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
 from shardwise.trainer.runtime.data.chat import rendering
-from shardwise.trainer.runtime.data.chat.rendering import LEAST_EXAMPLES, RenderSettings, rendered, worker_count
+from shardwise.trainer.runtime.data.chat.rendering import RenderSettings, rendered
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.sources import Chat, Content
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
@@ -52,7 +52,6 @@ def prepared_from(tmp_path, sources, tokenizer, **settings):
 
 
 def learned_text(profile, rows, number):
-    """What is learned of a row."""
     loaded = load_tokenizer(Path(profile.cache_dir) / "tokenizer").tokenizer
     return loaded.decode([label for label in rows.labels(number) if label != IGNORED_LABEL], skip_special_tokens=False)
 
@@ -72,19 +71,6 @@ def test_a_tokenizer_made_from_chats_learns_what_is_said_and_has_the_templates_t
     assert loaded.vocab_size <= 300
     assert {"<|im_start|>", "<|im_end|>"} <= set(loaded.tokenizer.get_vocab())
     assert learned_text(profile, rows, 0).startswith("it is ")
-
-
-def test_a_preference_is_two_rows_that_share_a_prompt(tmp_path, tokenizer):
-    rows = []
-    for number in range(30):
-        prompt, answer = chat(number)["messages"]
-        rows.append({"prompt": [prompt], "chosen": [answer], "rejected": [assistant("no")]})
-    profile, found = prepared(tmp_path, rows, tokenizer, eval_share=0.2)
-    assert (profile.format, profile.is_packed) == (DataFormat.PREFERENCE, False)
-    assert profile.num_rows == len(found) == 30 - profile.num_eval_rows
-    assert profile.eval_unigram_entropy_nats is None
-    chosen, rejected = (learned_text(profile, found, number) for number in found.rows_of(0))
-    assert chosen.startswith("it is ") and rejected == "no<|im_end|>"
 
 
 def test_plain_prompts_without_the_template_are_stated_with_the_setting_that_applies_it(tmp_path, tokenizer):
@@ -203,8 +189,3 @@ def test_a_worker_that_is_killed_ends_the_preparation_with_a_reason(tokenizer):
         os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(EnvironmentFaultError, match="SIGKILL"):
         list(found)
-
-
-def test_few_examples_start_no_process():
-    assert worker_count(LEAST_EXAMPLES - 1) == 1
-    assert worker_count(LEAST_EXAMPLES) == len(os.sched_getaffinity(0))

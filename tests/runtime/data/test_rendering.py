@@ -55,7 +55,6 @@ def template_of(name, folder):
 
 
 def learned(rendered, tokenizer):
-    """The stretches that are learned, as text."""
     assert isinstance(rendered, TokenIds), rendered
     runs = groupby(zip(rendered.ids, rendered.is_learned, strict=True), lambda pair: pair[1])
     return [tokenizer.tokenizer.decode([id_ for id_, _ in run], skip_special_tokens=False) for yes, run in runs if yes]
@@ -108,24 +107,6 @@ CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 TAGGED_CALL = f"<tool_call>\n{CALL}\n</tool_call><|im_end|>"
 
 
-@pytest.mark.parametrize(("name", "conversation", "expected"), [
-    ("llama3_1", "system", ["Hello<|eot_id|>", "x<|eot_id|>"]),
-    ("llama3_1", "tool without text", [CALL.replace("arguments", "parameters") + "<|eot_id|>", "Mild.<|eot_id|>"]),
-    ("qwen3", "reasoning", ["Hello<|im_end|>", "<think>\nwell\n</think>\n\ny<|im_end|>"]),
-    ("qwen3", "tool without text", [TAGGED_CALL, "<think>\n\n</think>\n\nMild.<|im_end|>"]),
-    ("qwen3_5_nothink", "empty answer", ["<|im_end|>", "y<|im_end|>"]),
-    ("gptoss", "two exchanges",
-     ["<|channel|>final<|message|>Hello<|end|>", "<|channel|>final<|message|>Bye<|return|>"]),
-    # no token of its own ends a turn: the next one's does, and eos the last
-    ("glm4moe", "two exchanges", ["\n<think></think>\nHello<|user|>", f"\n<think></think>\nBye{EOS}"]),
-    ("our chatml", "outer spaces", [" Hello \n<|im_end|>", "  x<|im_end|>"]),
-    ("our qwen", "tool without text", [TAGGED_CALL, "Mild.<|im_end|>"]),
-    ("our llama3", "outer spaces", ["Hello<|eot_id|>", "x<|eot_id|>"]),
-])  # fmt: skip
-def test_the_learned_strings_of_real_templates(name, conversation, expected, renderer, tokenizer):
-    assert learned(renderer(name).render(Chat(CONVERSATIONS[conversation])), tokenizer) == expected
-
-
 ASKED, RESULT = user("Weather?"), {"role": "tool", "content": "18", "tool_call_id": "call00001"}
 DESCRIBED = TOOLS[0]["function"] | {
     "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}}
@@ -173,6 +154,9 @@ AGENTS: list[Any] = [  # template, conversation, what is learned, or what a refu
     ("our qwen", REASONED, "omits the reasoning_content of message 2"),
     ("our chatml", [ASKED, assistant("Mild.", thinking="warm")], "omits the thinking of message 2"),
     ("deepseekv3", TWO_CALLS, "omits the name of tool 1"),
+    ("qwen2_5", [ASKED, assistant("b"), assistant("c"), user("d"), user("e"), assistant("f")],
+     ["b<|im_end|>", "c<|im_end|>", "f<|im_end|>"]),
+    ("qwen2_5", [assistant("Welcome"), ASKED, assistant("b")], ["Welcome<|im_end|>", "b<|im_end|>"]),
 ]  # fmt: skip
 
 
@@ -437,18 +421,6 @@ def test_random_conversations_are_cut_where_the_template_cuts_them(renderer, tok
         encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
         assert rendered.ids == encoding.ids
         assert rendered.is_learned == [any(b <= first < e for b, e in spans) for first, _ in encoding.offsets]
-
-
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([user("a"), assistant("b"), assistant("c"), user("d"), user("e"), assistant("f")], ["b", "c", "f"]),
-        ([assistant("Welcome"), user("a"), assistant("b")], ["Welcome", "b"]),
-    ],
-)
-def test_turns_need_not_alternate(messages, expected, renderer, tokenizer):
-    found = learned(renderer("qwen2_5").render(Chat(messages)), tokenizer)
-    assert found == [f"{answer}<|im_end|>" for answer in expected]
 
 
 def test_arguments_in_json_text_are_given_as_the_template_reads_them(renderer, tokenizer):

@@ -11,7 +11,7 @@ from table_files import COMPRESSORS, lines_of, parquet_of
 
 from shardwise.launch.inputs.data_files import shape_of_first_row
 from shardwise.trainer.runtime.data.sources import EXCLUDED, Chat, Completion, Preference, TokenIds
-from shardwise.trainer.runtime.data.sources.files import BadRow, LeftOutRow, read_rows
+from shardwise.trainer.runtime.data.sources.files import BadRow, LeftOutRow
 from shardwise.trainer.runtime.data.sources.rows import Example, RowReading, detect_shape, read_example
 from shardwise.trainer.runtime.data.sources.scan import Block, read_blocks
 from shardwise.trainer.spec.data import shapes
@@ -211,37 +211,13 @@ def test_each_row_becomes_its_example(shape, row, fields, expected):
     assert type(found) is type(expected)
 
 
-def test_what_else_a_message_holds_is_kept_and_nulls_are_not():
-    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}', "strict": None}}
-    row = {
-        "messages": [
-            {**ASKED, "name": None},
-            assistant(None, tool_calls=[call], weight=None),
-            {"role": "function", "content": "4", "name": "add"},
-            assistant([{"type": "text", "text": "4", "image_url": None}]),
-        ],
-        "tools": json.dumps([{"type": "function", "function": {"name": "add"}}]),
-    }
-    assert example(row, CHAT) == Chat(
-        [
-            ASKED,
-            assistant("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]),
-            {"role": "tool", "content": "4", "name": "add"},
-            assistant([{"type": "text", "text": "4"}]),
-        ],
-        [{"type": "function", "function": {"name": "add"}}],
-    )
-
-
-def test_the_keys_of_a_pair_have_no_order():
-    pairs = [{"assistant": "4", "human": "2+2?", "system": "Be brief."}, {"assistant": "5", "human": "2+2?"}]
-    assert example({"conversations": pairs}, CHAT) == Chat([SYSTEM, ASKED, ANSWERED, ASKED, WRONG])
-
-
-def test_an_answer_with_an_empty_list_of_calls_has_none():
+def test_an_empty_list_of_calls_or_of_tools_is_none():
     every: tuple[object, ...] = ([], "[]", None)
     for nothing in every:
         assert example({"messages": [ASKED, {**ANSWERED, "tool_calls": nothing}]}, CHAT) == Chat([ASKED, ANSWERED])
+    empty: list[Any] = [None, "", "null", [], "[]"]
+    for nothing in empty:
+        assert example({"messages": [ASKED, ANSWERED], "tools": nothing}, CHAT) == Chat([ASKED, ANSWERED])
 
 
 def called(arguments):
@@ -351,17 +327,3 @@ def test_columns_that_are_no_part_of_the_example_are_named():
     pair = {"prompt": "2+2?", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, WRONG], "label": True}
     found = read_example(pair, "a.jsonl:1", RowReading(PREFERENCE, {}, 100))
     assert isinstance(found, Example) and found.unread == ("label",)
-
-
-def test_no_tools_are_no_tools():
-    empty: list[Any] = [None, "", "null", [], "[]"]
-    for nothing in empty:
-        assert example({"messages": [ASKED, ANSWERED], "tools": nothing}, CHAT) == Chat([ASKED, ANSWERED])
-
-
-def test_columns_of_nulls_do_not_make_a_parquet_row_another_shape(tmp_path):
-    """Columnar files have every column in every row."""
-    rows = [{"messages": [{**ASKED, "tool_calls": None}, ANSWERED], "text": None}]
-    file = written_source(tmp_path / "a.parquet", parquet_of(pa.Table.from_pylist(rows)))
-    shape = detect_shape([file], AUTO, {})
-    assert [example(row, shape) for _, row in read_rows(file)] == [Chat([ASKED, ANSWERED])]

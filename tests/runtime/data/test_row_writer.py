@@ -32,8 +32,6 @@ def write(tmp_path):
 
 
 class Written:
-    """What was written, and its rows as training reads them."""
-
     def __init__(self, folder, rows):
         self.rows = rows
         self.splits = {split: TokenRows.open(folder, split) for split in ("train", "eval")}
@@ -101,12 +99,9 @@ def test_sources_of_different_weight_share_a_row_only_where_they_are_held_out(wr
     assert found.held_out == [[1, 1, EOS, 2, 2, EOS, 1, 1, EOS]]
 
 
-def test_a_prefix_before_a_mask_is_not_learned(write):
+def test_a_prefix_before_a_mask_is_not_learned_and_data_that_is_learned_whole_has_no_mask(write, tmp_path):
     assert write([masked([1], "x")], prefix=(8, 9), seq_len=9).learned == [[1, EOS]]
     assert write(documents([1]), prefix=(8, 9), seq_len=9).learned == [[9, 1, EOS]]
-
-
-def test_data_that_is_learned_whole_has_no_mask(write, tmp_path):
     assert not write([masked([1, 2, 3], ".xx"), *documents([4, 5])], seq_len=9).rows.is_masked
     names = {"tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy", "layout.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
@@ -188,7 +183,6 @@ PAIR_SHAPE = RowShape(seq_len=6, is_packed=False, eos_id=None, rows_per_example=
 
 
 def write_pairs(folder, *pairs):
-    """Pairs of (ids, mask), each with its side and weight."""
     with RowWriter(folder, np.dtype("<u2"), PAIR_SHAPE) as writer:
         for chosen, rejected, is_held_out, weight in pairs:
             answers = (TokenIds(ids, [mark == "x" for mark in mask]) for ids, mask in (chosen, rejected))
@@ -231,20 +225,6 @@ def best_fit_decreasing_one_by_one(lengths, capacity):
     return sorted(capacity - room for room in rooms)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "rows"),
-    [
-        ([3, 3, 3], [0, 0, 1]),
-        ([1, 8, 5, 3, 7], [0, 1, 2, 2, 0]),  # 7 + 1, 8, 5 + 3
-        ([2, 2, 6, 4, 2], [0, 1, 0, 1, 1]),  # the 6 gets the first 2 and is full; 4 + 2 + 2
-        ([], []),
-    ],
-)
-def test_the_longest_goes_into_the_fullest_row_that_has_room(lengths, rows):
-    """Rows of 8, numbered in the order of their first documents."""
-    assert best_fit_rows(np.array(lengths, np.int64), 8).tolist() == rows
-
-
 @given(data=st.data(), capacity=st.integers(1, 40))
 def test_rows_are_those_of_best_fit_decreasing(data, capacity):
     lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=120))
@@ -252,3 +232,4 @@ def test_rows_are_those_of_best_fit_decreasing(data, capacity):
     assert sorted(np.bincount(rows, lengths)) == best_fit_decreasing_one_by_one(lengths, capacity)
     first_documents = [rows.index(row) for row in range(max(rows) + 1)]
     assert first_documents == sorted(first_documents)
+    assert best_fit_rows(np.array([], np.int64), capacity).tolist() == []

@@ -11,8 +11,13 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters
+from architecture_factory import TINY
 from attempt_runs import reset_accelerate
+from export_factory import write_base
+from msgspec.structs import replace
 from rank_factory import rank_plan
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -21,15 +26,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
 from shardwise.trainer.runtime.engines.fsdp import meshes, ranks_of_copy
+from shardwise.trainer.runtime.engines.sharded_loading import load_onto
 from shardwise.trainer.runtime.memory.compilation import FusedKernels
-from shardwise.trainer.runtime.models.build import build_trainable
+from shardwise.trainer.runtime.models.build import build_meta_model, build_model, build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import install_precision
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 
 
@@ -71,21 +79,8 @@ def test_what_runs_as_planned_is_reported(built):
 
 
 def difference(what: str, planned: object, found: object) -> str:
-    """A line that names what differs, and both values in this order."""
     first, second = (rf"(?<!\w){re.escape(str(value))}(?!\w)" for value in (planned, found))
     return rf"(?m)^{what}: .*{first}.*{second}"
-
-
-def test_fp32_products_are_rounded_where_the_plan_says_so(built):
-    model, optimizer, accelerator, installed, chosen = built
-    planned = changed(chosen, {"tf32": True})
-    try:
-        install_precision(model, installed, planned, DeviceKind.CPU)
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-        verify_engine(accelerator, model, optimizer, installed, planned)
-    finally:
-        install_precision(model, installed, chosen, DeviceKind.CPU)
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
 
 
 @pytest.mark.parametrize(
@@ -131,38 +126,6 @@ def test_each_difference_stops_the_run_with_both_values(built, change, what, pla
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [
-        {"method": Method.LORA},
-        {"method": Method.LORA, "precision": Precision.BF16_MIXED},
-        {"method": Method.QLORA, "precision": Precision.BF16_MIXED},
-        {"precision": Precision.FP16_MIXED},
-        {"precision": Precision.BF16},
-        {"activation_offload": True, "checkpointing": Checkpointing.FULL},
-        {"checkpointing": Checkpointing.EVERY_N, "checkpoint_every_n": 2},
-        {"checkpointing": Checkpointing.ATTENTION},
-        {"checkpointing": Checkpointing.SELECTIVE},
-        {"optimizer": Optimizer.MUON},
-        {"optimizer": Optimizer.ADAMW_8BIT},
-        {"optimizer": Optimizer.LOMO},
-        {"optimizer_in_backward": True},
-    ],
-    ids=lambda engine: "-".join(map(str, engine.values())),
-)
-def test_what_a_plan_switches_on_is_seen_and_stops_a_plan_that_does_not(engine):
-    with session(**engine) as (model, optimizer, accelerator, installed, chosen):
-        assert verify_engine(accelerator, model, optimizer, installed, chosen).precision == chosen.strategy.precision
-        with pytest.raises(EnvironmentFaultError):
-            verify_engine(accelerator, model, optimizer, installed, changed(chosen, PLAIN))
-
-
-PLAIN: dict[str, object] = {
-    "method": Method.FULL, "precision": Precision.FP32, "optimizer": Optimizer.ADAMW,
-    "checkpointing": Checkpointing.NONE, "activation_offload": False, "optimizer_in_backward": False,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
     ("change", "what", "planned", "found"),
     [
         (lambda decayed, others: decayed.pop(), "parameters that are updated", 21, 20),
@@ -176,23 +139,26 @@ def test_parameters_that_the_optimizer_forgot_or_does_not_decay_are_seen(change,
             verify_engine(accelerator, model, optimizer, installed, chosen)
 
 
-def test_a_weight_of_the_base_that_is_trained_beside_the_adapters_is_seen():
+def test_what_runs_beside_the_plan_is_seen():
     with session(method=Method.LORA) as (model, optimizer, accelerator, installed, chosen):
         model.get_input_embeddings().weight.requires_grad_(True)
         with pytest.raises(EnvironmentFaultError, match=difference("the base is frozen", True, False)):
             verify_engine(accelerator, model, optimizer, installed, chosen)
-
-
-def test_autocast_of_another_type_than_planned_is_named():
     with session(precision=Precision.FP16_MIXED) as (model, optimizer, accelerator, installed, chosen):
         installed = dataclasses.replace(installed, autocast=torch.bfloat16)
         with pytest.raises(EnvironmentFaultError, match=difference("precision", "fp16-mixed", "bf16-mixed")):
             verify_engine(accelerator, model, optimizer, installed, chosen)
+    with session() as (model, optimizer, accelerator, installed, chosen):
+        planned = changed(chosen, {"fused_kernels": True})
+        without = dataclasses.replace(installed, fused=FusedKernels(problem="no GPU"))
+        verify_engine(accelerator, model, optimizer, without, planned)
+        replaced = dataclasses.replace(installed, fused=FusedKernels(num_norms=5, num_gates=2))
+        with pytest.raises(EnvironmentFaultError, match=difference("fused kernels", "True", "False")):
+            verify_engine(accelerator, model, optimizer, replaced, planned)
 
 
 @contextmanager
 def group_of(num_ranks: int) -> Iterator[None]:
-    """A process group of which only this rank exists."""
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -236,12 +202,54 @@ def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypa
         reset_accelerate()
 
 
-def test_fused_kernels_are_those_that_the_model_runs():
-    """A library may have given the modules their own forward again after the kernels were installed."""
-    with session() as (model, optimizer, accelerator, installed, chosen):
-        planned = changed(chosen, {"fused_kernels": True})
-        without = dataclasses.replace(installed, fused=FusedKernels(problem="no GPU"))
-        verify_engine(accelerator, model, optimizer, without, planned)
-        replaced = dataclasses.replace(installed, fused=FusedKernels(num_norms=5, num_gates=2))
-        with pytest.raises(EnvironmentFaultError, match=difference("fused kernels", "True", "False")):
-            verify_engine(accelerator, model, optimizer, replaced, planned)
+CPU = torch.device("cpu")
+DORA = {"lora": LoraJob(rank=2, dora=True)}
+
+
+def plan_of(config: dict[str, Any], folder: Path | None = None, **settings: Any) -> Plan:
+    shape = read_model_shape(config)
+    attention = Attention.SDPA if Attention.SDPA in shape.attentions else Attention.EAGER
+    plan = rank_plan(Path("nowhere"), model_config=config, attention=attention, **settings)
+    return replace(plan, model_path=None if folder is None else str(folder))
+
+
+def assert_same_start(plan: Plan) -> None:
+    meta_model, _ = build_meta_model(plan)
+    load_onto(CPU, meta_model)
+    models = (meta_model.model, build_model(plan))
+    found, whole = (dict(each.named_parameters()) | dict(each.named_buffers()) for each in models)
+    assert found.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert (found[name].dtype, found[name].requires_grad) == (tensor.dtype, tensor.requires_grad), name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
+def test_weights_that_are_read_have_the_bits_of_a_whole_build(config, tmp_path):
+    assert_same_start(plan_of(config, write_base(tmp_path, config), precision=Precision.BF16))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": Precision.BF16_MIXED},
+        {"precision": Precision.BF16_MIXED, "method": Method.LORA},
+        {"precision": Precision.FP32, "method": Method.LORA, "train": DORA},
+    ],
+    ids=["full", "lora", "dora"],
+)
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "drawn"])
+def test_so_they_have_under_every_method(settings, is_read, tmp_path):
+    config = {**TINY["llama"], "tie_word_embeddings": True}
+    folder = write_base(tmp_path, config, torch.bfloat16) if is_read else None
+    assert_same_start(plan_of(config, folder, **settings))
+
+
+def test_w37_accelerate_confuses_parameters_without_elements():
+    before, after = ([nn.Parameter(torch.empty(0)) for _ in range(2)] for _ in range(2))
+    mapping = {parameter.data_ptr(): sharded for parameter, sharded in zip(before, after, strict=True)}
+    optimizer = torch.optim.SGD(before)
+    for parameter in before:
+        vars(parameter)["data_ptr"] = parameter.data_ptr()  # as Accelerator._prepare_fsdp2 does
+    fsdp2_switch_optimizer_parameters(optimizer, mapping)
+    assert [parameter is after[1] for parameter in optimizer.param_groups[0]["params"]] == [True, True]

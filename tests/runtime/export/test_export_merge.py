@@ -44,7 +44,6 @@ ADAPTERS = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Folders of weights by configuration and type, written at the first request."""
 
     @cache
     def base(name: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -54,7 +53,6 @@ def bases(tmp_path_factory):
 
 
 def trained_model(run_dir: Path, plan: Plan):
-    """The trained model: adapters on their base."""
     model = build_model(plan_on(plan, DeviceKind.CPU))
     import_weights(model, find_checkpoint(run_dir / "checkpoints", on_skip=pytest.fail))
     return model
@@ -96,21 +94,6 @@ def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_tr
     assert "quantization_config" not in config_text and str(tmp_path) not in config_text
 
 
-@pytest.mark.parametrize(
-    ("dtype", "method"), [(torch.bfloat16, Method.LORA), (torch.bfloat16, Method.QLORA), (torch.float16, Method.LORA)]
-)
-def test_what_is_merged_is_written_in_the_type_of_the_base(dtype, method, bases, tmp_path):
-    precision = {torch.bfloat16: Precision.BF16_MIXED, torch.float16: Precision.FP16_MIXED}[dtype]
-    plan = run_of(bases("llama", dtype), method, precision=precision)
-    run_dir = save_run(tmp_path / "run", plan)
-    export(run_dir, tmp_path / "out", merge=True)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
-    measured = check.relative_difference(trained_logits(run_dir, plan), check.logits_of(loaded, IDS))
-    assert check.SAME < measured < check.ROUNDED[dtype], "rounded, and no more than that"
-
-
 def test_lora_is_merged_into_the_weights_on_the_disk_though_it_was_trained_beside_rounded_ones(bases, tmp_path):
     plan = run_of(bases("llama"), Method.LORA, precision=Precision.BF16_MIXED)
     export(save_run(tmp_path / "run", plan), tmp_path / "out", merge=True)
@@ -135,16 +118,6 @@ def test_qlora_is_merged_into_the_4_bit_weights_that_it_was_trained_beside(bases
 
     elsewhere = PeftModel.from_pretrained(original, tmp_path / "adapters").merge_and_unload()
     assert check.relative_difference(expected, check.logits_of(elsewhere, IDS)) > 1e-2
-
-
-def test_adapters_of_a_base_that_was_made_up_are_merged_into_it_and_not_compared_without(tmp_path):
-    plan = run_of(None, Method.LORA)
-    run_dir = save_run(tmp_path / "run", plan)
-    export(run_dir, tmp_path / "out", merge=True)
-    expected = trained_logits(run_dir, plan)
-    assert check.relative_difference(expected, plain_logits(tmp_path / "out")) < check.SAME
-    done = export(run_dir, tmp_path / "adapters")
-    assert done.checks == () and "--merge" in done.notes[0]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, check.SAME), (WeightType.BF16, check.ROUNDED[torch.bfloat16])])

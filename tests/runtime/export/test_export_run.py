@@ -3,28 +3,37 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from attempt_runs import run_attempt
 from chat_tokenizers import byte_level_folder
 from engine_plan_factory import TINY_LLAMA
-from export_factory import export, run_of, write_base
+from export_factory import LORA, run_of, write_base
 from msgspec.structs import replace
+from optimizer_factory import tiny_llama
 from prepare_request_factory import numbered_text
-from rank_factory import rank_plan, write_attempt
+from rank_factory import rank_plan
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from zoo import model_of
 
 from shardwise.trainer.runtime.checkpoint import find_checkpoint, import_weights
 from shardwise.trainer.runtime.data.chat.template import TEMPLATE_NAMES, load_chat_template
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export import folder as export_folder
+from shardwise.trainer.runtime.export.folder import save_model, staged
+from shardwise.trainer.runtime.export.model_card import Export, model_card
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import quantised_layers
-from shardwise.trainer.spec.job.sections import LoraJob, ModelJob
+from shardwise.trainer.spec.errors import EnvironmentFaultError
+from shardwise.trainer.spec.job.sections import DataJob, LoraJob, ModelJob
+from shardwise.trainer.spec.job.sources import DataSource
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Precision
 
@@ -47,7 +56,6 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 
 
 def write_folder(model_type: str, out: Path, tokenizer_folder: Path) -> str | None:
-    """Of a model whose vocabulary holds the tokenizer's."""
     config = {**TINY_LLAMA, "model_type": model_type, "vocab_size": 400}
     plan = replace(rank_plan(Path("nowhere"), model_config=config), tokenizer_path=str(tokenizer_folder))
     return export_folder.write_model_folder(build_model(plan), plan, out)
@@ -131,23 +139,6 @@ def test_peft_loads_the_exported_adapters_and_answers_as_the_trained_model(kind,
     assert not torch.allclose(logits(loaded), logits(ours), atol=1e-3), "the run learned"
     import_weights(ours, find_checkpoint(tmp_path / "run" / "checkpoints", on_skip=pytest.fail))
     torch.testing.assert_close(logits(loaded), logits(ours), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
-def test_a_checkpoint_exports_the_adapters_that_the_run_did_without_its_base(method, base, cache_dir, tmp_path):
-    plan = adapter_plan(base, cache_dir, ADAPTERS["dora"], method, Precision.BF16_MIXED)
-    run_attempt(tmp_path / "run", plan)
-    gone = replace(plan, model_path=str(tmp_path / "gone"))
-    (tmp_path / "run" / "plan.json").unlink()
-    write_attempt(tmp_path / "run", gone, number=2)
-    done = export(tmp_path / "run", tmp_path / "out", checks=False)
-    assert done.checkpoint.path.name == "step-00000004" and done.notes == ()
-    folders = (tmp_path / "out", tmp_path / "run" / "export")
-    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in folders)
-    assert ours.keys() == theirs.keys()
-    assert all(tensor.dtype == torch.float32 and torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
-    assert configs[0] | {"base_model_name_or_path": None} == configs[1] | {"base_model_name_or_path": None}
 
 
 def test_adapters_come_with_their_tokenizer_and_with_the_name_and_revision_of_the_base(tokenizer_folder, tmp_path):
@@ -243,3 +234,130 @@ def test_a_base_keeps_its_own_end_tokens_and_settings_beside_the_tokenizers(fold
     assert (settings["pad_token_id"], settings["temperature"]) == (5, 0.6)
     other = replace(plan, job=replace(plan.job, model=ModelJob(name=str(base), tokenizer="train")))
     assert export_folder.end_token_ids(other, tokenizer) == (tokenizer.eos_token_id,), "not those of another tokenizer"
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def front_matter(card: str) -> dict:
+    opening, front, _ = card.split("---\n", 2)
+    assert opening == ""
+    return yaml.safe_load(front)
+
+
+def on_the_hub(folder: Path, method: Method, *, licence: str | None = None, lora=LORA) -> Plan:
+    snapshot = folder / "models--org--base" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    if licence is not None:
+        (snapshot / "README.md").write_text(f"---\nlicense: {licence}\ntags: [x]\n---\n# base\n")
+    plan = run_of(None, method, lora=lora)
+    job = replace(plan.job, model=ModelJob(name="org/base"))
+    return replace(plan, name='cats: a "test"', job=job, model_path=str(snapshot))
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "library", "relation"),
+    [(Method.LORA, None, "peft", "adapter"), (Method.LORA, "merged", "transformers", "finetune"),
+     (Method.FULL, None, "transformers", "finetune"), (Method.QLORA, "onnx", "transformers", "finetune")],
+)  # fmt: skip
+def test_the_front_matter_is_what_the_hub_reads_and_the_code_is_python(method, kind, library, relation, tmp_path):
+    plan = on_the_hub(tmp_path, method, licence="apache-2.0")
+    card = model_card(Export(plan=plan, kind=kind))
+    front = front_matter(card)
+    assert front["base_model"] == "org/base" and front["base_model_relation"] == relation
+    assert front["library_name"] == library and front["license"] == "apache-2.0"
+    assert front["tags"] == ["shardwise", str(method), *(["onnx"] if kind == "onnx" else [])]
+    compile(card.split("```python\n")[1].split("```")[0], "card", "exec")
+
+
+def test_folders_of_this_machine_and_secrets_stay_out_of_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    sources = (
+        DataSource(source="/home/ann/private/chats.jsonl", weight=2.0),
+        DataSource(source="data/train"),
+        DataSource(source="org/dataset"),
+    )
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / "ann" / "my-base"
+    base.mkdir(parents=True)
+    plan = run_of(None, Method.FULL)
+    plan = replace(
+        plan, model_path=str(base), tokenizer_path=str(tmp_path / "ann"),
+        job=replace(plan.job, model=ModelJob(name=str(base)), data=DataJob(train=sources)),
+    )  # fmt: skip
+    card = model_card(Export(plan=plan))
+    assert "chats.jsonl (weight 2), train, org/dataset" in card
+    assert "| base | my-base |" in card and "base_model" not in front_matter(card)
+    for secret in ("hf_secret", "/home/ann", str(tmp_path), "data/train"):
+        assert secret not in card
+
+
+MODEL = """
+import sys
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+"""
+LOADED = "print('loaded:', 'deepspeed' in sys.modules)"
+OURS = "from shardwise.trainer.runtime.export.folder import save_model; save_model(model, Path(sys.argv[1]))"
+
+
+@pytest.mark.parametrize(
+    ("saving", "loads"), [("model.save_pretrained(sys.argv[1])", True), (OURS, False)], ids=["transformers", "ours"]
+)
+def test_w58_transformers_loads_deepspeed_to_save_a_model_and_we_do_not(saving, loads, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", f"{MODEL}{saving}\n{LOADED}", str(tmp_path / "out")],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == f"loaded: {loads}"
+
+
+def test_the_files_are_those_of_transformers(tmp_path):
+    model = tiny_llama()
+    save_model(model, tmp_path / "ours")
+    model.config.use_cache = True
+    model.save_pretrained(tmp_path / "theirs")
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {p.name for p in (tmp_path / "theirs").iterdir()}
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
+def test_experts_have_the_names_and_shapes_under_which_transformers_publishes_them(model_type, tmp_path):
+    model = model_of(model_type)
+    save_model(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
+    assert {name: each.shape for name, each in ours.items()} == {name: each.shape for name, each in theirs.items()}
+    assert any(".experts." in name for name in ours) and not any(
+        ".experts.gate_up_proj.weight" in name for name in ours
+    )
+
+
+def test_an_export_that_fails_leaves_the_older_one_as_it_was(tmp_path):
+    older = tmp_path / "export"
+    older.mkdir()
+    (older / "config.json").write_text("older")
+    with pytest.raises(EnvironmentFaultError, match="cannot be written"), staged(older) as folder:
+        (folder / "config.json").write_text("newer")
+        raise OSError("the disk is full")
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert (older / "config.json").read_text() == "older"
+
+
+@pytest.mark.parametrize("name", ["export", ".export.partial"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_export_is_never_written_behind_a_link(name, is_there, tmp_path):
+    theirs = tmp_path / "theirs"
+    if is_there:
+        theirs.mkdir()
+        (theirs / "precious").write_text("precious")
+    (tmp_path / name).symlink_to(theirs)
+    with pytest.raises(EnvironmentFaultError, match="cannot be written"), staged(tmp_path / "export") as folder:
+        (folder / "config.json").write_text("{}")
+    assert [path.read_text() for path in theirs.glob("*")] == ["precious"] * is_there

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 from shutil import _ntuple_diskusage
+from typing import Any
 
 import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
-from export_factory import write_base
-from import_factory import assert_refused, config_of, distributed, imported, logits, saved_by_torch, zero
+from export_factory import TINY_GPT2, write_base
+from import_factory import IDS, assert_refused, config_of, distributed, imported, logits, saved_by_torch, zero
 from prepare_request_factory import numbered_text
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
@@ -19,9 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.check import logits_of, prompt_ids
-from shardwise.trainer.runtime.importing.run import import_checkpoint
 from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.messages.worker_requests import ImportKind, ImportRequest, WeightType
+from shardwise.trainer.spec.messages.worker_requests import ImportKind, WeightType
 
 
 def test_safetensors_are_linked_and_the_original_may_go(base, tmp_path):
@@ -113,7 +113,6 @@ def test_tied_weights_are_stored_once(tmp_path):
 
 @pytest.fixture(scope="module")
 def trainer_folder(base, tmp_path_factory) -> Path:
-    """checkpoint-2 of transformers' Trainer, with a tokenizer."""
     from transformers import Trainer, TrainingArguments  # they load PEFT and datasets
 
     root = tmp_path_factory.mktemp("trainer")
@@ -229,12 +228,6 @@ def test_three_ranks_of_zero_3_have_a_padded_third_of_every_weight(base, tmp_pat
     assert all(torch.equal(written[name], each) for name, each in weights.items())
 
 
-def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
-    folder = saved_by_torch(base, tmp_path / "in", lambda weights: changed(weights, NORM, lambda each: each * 1e6))
-    assert_refused(folder, tmp_path / "out", r"model\.norm\.weight .*torch\.float16.*--dtype", dtype=WeightType.FP16)
-    imported(folder, tmp_path / "out", dtype=WeightType.BF16)
-
-
 @pytest.mark.parametrize(
     ("config", "fact"),
     [
@@ -269,15 +262,6 @@ def test_code_that_a_config_names_is_not_kept(base, tmp_path):
     assert "auto_map" not in config_of(tmp_path / "out") and not (tmp_path / "out" / "modeling.py").exists()
 
 
-def test_checkpoints_of_shardwise_are_shown_the_way(tmp_path):
-    folder = tmp_path / "runs" / "cats" / "checkpoints" / "step-00000030"
-    folder.mkdir(parents=True)
-    (folder / "MANIFEST.json").write_text("{}")
-    (folder.parents[1] / "plan.json").write_text("{}")
-    assert_refused(folder, tmp_path / "out", r"shardwise export .*/runs/cats OUT --checkpoint step-30$")
-    assert_refused(folder.parents[1], tmp_path / "out", r"\nshardwise export .*/runs/cats OUT$")
-
-
 def test_a_disk_in_the_way_is_an_environment_fault(base, tmp_path, monkeypatch):
     """It has a file in the place of a folder, a folder that is not replaced, or too little room."""
     (tmp_path / "file").write_text("")
@@ -293,13 +277,6 @@ def test_a_disk_in_the_way_is_an_environment_fault(base, tmp_path, monkeypatch):
     with pytest.raises(EnvironmentFaultError, match=r"/out: .* 4\d\d KiB.* 1000 B\b"):
         imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"in", "file", "theirs"}
-
-
-def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardwise.trainer.runtime.importing.run.REPORT_EVERY_S", 0.0)
-    folder, lines = saved_by_torch(base, tmp_path / "in"), list[str]()
-    import_checkpoint(ImportRequest(checkpoint=str(folder), out=str(tmp_path / "out")), lines.append)
-    assert len(lines) == 21 and (lines[0], lines[-1]) == ("64 KiB of 417 KiB", "417 KiB of 417 KiB")
 
 
 LARGE = {"vocab_size": 6000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8}
@@ -334,3 +311,104 @@ def test_no_more_than_four_of_the_largest_tensors_are_in_memory(tmp_path):
     peaks = json.loads(done.stdout)
     assert max(sizes) < max(peaks) < 4 * max(sizes), peaks  # ZeRO and DCP put each tensor together
     assert sum(sizes) > 8 * max(sizes), "the bound is far from the model"
+
+
+pytestmark = [  # PEFT's
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to .True.:UserWarning"),
+]
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "down_proj", "lm_head"]},
+    "rslora": {"target_modules": ["q_proj", "up_proj"], "use_rslora": True},
+    "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "embedding": {"target_modules": ["embed_tokens", "v_proj"]},
+    "patterns": {
+        "target_modules": ["q_proj", "k_proj"], "rank_pattern": {"layers.1.self_attn.q_proj": 7},
+        "alpha_pattern": {r"layers\.0.*k_proj": 3},
+    },
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+    "transposed": {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+}  # fmt: skip
+
+
+def adapter_of(base: Path, folder: Path, **settings) -> Path:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=9, task_type="CAUSAL_LM", **settings)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * 0.05
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_is_merged_as_peft_merges_it(name, base, tmp_path):
+    from peft import PeftModel
+
+    base = write_base(tmp_path / "base", TINY_GPT2) if name == "transposed" else base
+    adapter = adapter_of(base, tmp_path / "adapter", **ADAPTERS[name])
+    done = imported(adapter, tmp_path / "out", base=str(base))
+    assert all(name in done.source for name in ("adapter_model.safetensors", "base"))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
+    expected = logits_of(model.eval(), IDS)
+    torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=0, atol=2e-6)
+    assert not torch.allclose(expected, logits(base), atol=1e-2)
+
+
+def test_an_adapter_without_its_base_names_it(base, tmp_path):
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"])
+    assert_refused(adapter, tmp_path / "out", rf"{base}\b(?s:.*)--base")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"peft_type": "IA3"}, "IA3.*LoRA and DoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+        ({"lora_alpha": None}, r"lora_alpha .*model\.layers\.0\."),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"fan_in_fan_out": True}, r"model\.layers\.0\.mlp\.up_proj \(64, 128\).* \(128, 64\)"),
+    ],
+)
+def test_an_adapter_that_is_not_merged_right_is_refused(changes, fact, base, tmp_path):
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj", "up_proj"])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
+    assert_refused(adapter, tmp_path / "out", fact, base=str(base))
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", r"model\.layers\.7\.mlp\.up_proj"),
+        ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", r"A or B of model\.layers\.0\.mlp\.up_proj"),
+        ("base_model.model.model.layers.0.mlp.up_proj.lora_B.bias", r"up_proj\.lora_B\.bias"),
+        ("lm_head.weight", r"lm_head\.weight"),
+        ("base_model.model.score.weight", r"score\.weight \(3, 3\)"),
+    ],
+)
+def test_a_part_of_an_adapter_without_a_place_is_refused(name, fact, base, tmp_path):
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"])
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({**tensors, name: torch.ones(3, 3)}, adapter / "adapter_model.safetensors")
+    assert_refused(adapter, tmp_path / "out", fact, base=str(base))
+
+
+def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
+    folder = saved_by_torch(base, tmp_path / "in", lambda weights: changed(weights, NORM, lambda each: each * 1e6))
+    assert_refused(folder, tmp_path / "out", r"model\.norm\.weight .*torch\.float16.*--dtype", dtype=WeightType.FP16)
+    imported(folder, tmp_path / "out", dtype=WeightType.BF16)
+
+
+def test_checkpoints_of_shardwise_are_shown_the_way(tmp_path):
+    folder = tmp_path / "runs" / "cats" / "checkpoints" / "step-00000030"
+    folder.mkdir(parents=True)
+    (folder / "MANIFEST.json").write_text("{}")
+    (folder.parents[1] / "plan.json").write_text("{}")
+    assert_refused(folder, tmp_path / "out", r"shardwise export .*/runs/cats OUT --checkpoint step-30$")
+    assert_refused(folder.parents[1], tmp_path / "out", r"\nshardwise export .*/runs/cats OUT$")

@@ -28,7 +28,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 @pytest.fixture(scope="module")
 def stopped(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps of eight, and their checkpoint."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     ending, _ = run_attempt(folder, plan, wants_stop=lambda state: state.step >= STOP_AFTER)
     assert ending is Ending.STOPPED
@@ -37,7 +36,6 @@ def stopped(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unchanged(plan: Plan) -> dict[str, torch.Tensor]:
-    """The weights of a run that nothing was changed in."""
     return train_plainly(plan).weights
 
 

@@ -1,21 +1,33 @@
-"""Runs of DPO in one process: where the reference comes from, what a resumed run reads, how a stalled run ends."""
+"""DPO in one process: its loss against TRL's, where the reference comes from, how runs are resumed and end."""
 
+import math
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attempt_runs import losses_of, metrics_of, run_attempt, session_of
+from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
+from optimizer_factory import tiny_llama
 from pair_factory import NUM_EVAL_PAIRS, pair_plan, write_pairs
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, eval_micro_batches
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
-from shardwise.trainer.runtime.loop.objectives import as_it_is, build_objectives, evaluate, plain_base
+from shardwise.trainer.runtime.loop.objectives import (
+    DpoLoss,
+    as_it_is,
+    build_objectives,
+    evaluate,
+    plain_base,
+    turn_dropout_off,
+)
 from shardwise.trainer.runtime.loop.session import Session
-from shardwise.trainer.runtime.loss import LossOutput
+from shardwise.trainer.runtime.loop.step import Terms
+from shardwise.trainer.runtime.loss import LossOutput, install_loss_head
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec import codec
@@ -127,42 +139,6 @@ def test_the_held_out_figures_are_exact(tmp_path, cache_dir):
     assert found.perplexity == pytest.approx(float(nll.exp()), rel=1e-6)
 
 
-@pytest.fixture(scope="module")
-def whole(cache_dir, tmp_path_factory) -> Callable[[Method], Path]:
-    """The run of four steps, in micro batches of a whole step and with the chunked head; one for each method."""
-
-    @cache
-    def run_of(method: Method) -> Path:
-        run_dir = tmp_path_factory.mktemp("whole")
-        run(run_dir, course(cache_dir, method=method))
-        return run_dir
-
-    return run_of
-
-
-def course(cache_dir: Path, **changes) -> Plan:
-    settings = {"train": {"lora": LORA}, "num_steps": 4, "eval_every_steps": 2, "micro_batch": 8, "accumulation": 1}
-    return pair_plan(cache_dir, **{"method": Method.LORA, "loss": LossHead.CHUNKED, **settings, **changes})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"micro_batch": 3, "accumulation": 3},
-        {"method": Method.FULL, "micro_batch": 1, "accumulation": 8},
-        {"loss": LossHead.EAGER},
-        {"loss": LossHead.FUSED},
-    ],
-    ids=lambda changes: "-".join(map(str, changes.values())),
-)
-def test_neither_the_head_nor_how_pairs_fall_on_micro_batches_changes_the_losses(tmp_path, cache_dir, whole, changes):
-    run(tmp_path, course(cache_dir, **changes))
-    expected = metrics_of(whole(changes.get("method", Method.LORA)))
-    for line, of_whole in zip(metrics_of(tmp_path), expected, strict=True):
-        for name in ("loss", "eval_loss"):
-            assert line.get(name) == pytest.approx(of_whole.get(name), abs=1e-6)
-
-
 @pytest.mark.parametrize("method", [Method.LORA, Method.FULL])
 def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(tmp_path, cache_dir, method):
     settings = {"method": method, "train": {"lora": LORA, **CONSTANT}, "micro_batch": 8, "lr": 5e-3}
@@ -208,22 +184,6 @@ def test_a_resumed_run_without_its_own_reference_is_refused(tmp_path, cache_dir,
         run(tmp_path, plan, number=2)
 
 
-def test_another_attempt_from_the_start_reads_the_reference_of_the_first_and_a_trial_runs_none(tmp_path, cache_dir):
-    plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
-    run(tmp_path / "trial", replace(plan, is_trial=True))
-    assert not (tmp_path / "trial" / "reference.safetensors").exists()
-    run(tmp_path, plan)
-    path = tmp_path / "reference.safetensors"
-    before = path.stat().st_mtime_ns
-    run(tmp_path, plan, number=2)
-    assert path.stat().st_mtime_ns == before
-    path.write_bytes(b"foreign")
-    run(tmp_path, plan, number=3)
-    assert path.stat().st_size > 100, "run anew"
-    first, second, third = (losses_of(tmp_path)[start : start + 2] for start in (0, 2, 4))
-    assert first == second == third
-
-
 def test_a_stop_ends_the_run_of_the_reference_and_a_resume_runs_it_again(tmp_path, cache_dir):
     plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
     state = run(tmp_path / "stopped", plan, wants_stop=True)
@@ -233,3 +193,122 @@ def test_a_stop_ends_the_run_of_the_reference_and_a_resume_runs_it_again(tmp_pat
     run(tmp_path / "straight", plan)
     assert resumed.resumed_from_step == 0
     assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "straight")
+
+
+BETA = 0.1
+
+
+@pytest.fixture(scope="module")
+def micro_batch(tmp_path_factory) -> MicroBatch:
+    rows = TokenRows.open(write_pairs(tmp_path_factory.mktemp("pairs") / "rows"), "train")
+    (found,) = eval_micro_batches(rows, rank=0, num_ranks=1, micro_batch=6, max_rows=6)
+    assert found.num_pairs == 6 and found.input_ids.shape[0] == 12
+    return found
+
+
+def build(seed: int, head: LossHead | None = None) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    fields = {name: value for name, value in TINY_LLAMA.items() if name != "model_type"}
+    model = LlamaForCausalLM(LlamaConfig(**fields, initializer_range=0.05, max_position_embeddings=64))
+    if head is not None:
+        install_loss_head(model, head, chunk_tokens=7)
+    return model
+
+
+def learn(micro_batch: MicroBatch, head: LossHead = LossHead.EAGER) -> tuple[nn.Module, Terms]:
+    """A model after the backward of its pairs' mean, the reference being another model."""
+    model, other = build(0, head), build(1, LossHead.EAGER)
+    loss = DpoLoss(BETA, lambda _model, batch, device: as_it_is(other, batch, device))
+    terms = loss(model, micro_batch, CPU)
+    (terms.loss / terms.num_terms).backward()
+    return model, terms
+
+
+def figures_of(terms: Terms) -> dict[str, float]:
+    names = DpoLoss(BETA, as_it_is).figures
+    return {name: float(value) / terms.num_terms for name, value in zip(names, terms.figures, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def trl_trainer(tmp_path_factory):
+    """TRL's trainer of the same models; its own data is never used."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import DPOConfig, DPOTrainer
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")), eos_token="b", pad_token="a"
+    )
+    config = DPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("trl")), beta=BETA, bf16=False, gradient_checkpointing=False,
+        report_to="none", use_cpu=True,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "a"}])
+    return DPOTrainer(build(0), ref_model=build(1), args=config, train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's and its libraries'
+def test_loss_gradients_and_figures_are_those_of_trl(micro_batch, trl_trainer):
+    is_learned = micro_batch.labels != IGNORED_LABEL
+    inputs = {
+        "input_ids": micro_batch.input_ids,
+        "attention_mask": torch.ones_like(micro_batch.input_ids),  # causal: what is padded on the right is not seen
+        "completion_mask": is_learned.long(),
+    }
+    trl_trainer.model.train()
+    expected = trl_trainer._compute_loss(trl_trainer.model, inputs, return_outputs=False)
+    expected.backward()
+    model, terms = learn(micro_batch)
+    assert float(terms.loss.detach()) / 6 == pytest.approx(float(expected.detach()), abs=1e-6)
+    assert abs(float(expected.detach()) - math.log(2)) > 1e-3, "the models differ"
+    gradients = dict(trl_trainer.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=0, atol=1e-6)
+    theirs = {name: values[-1] for name, values in trl_trainer._metrics["train"].items()}
+    ours = figures_of(terms)
+    for name, their_name in {
+        "reward_margin": "rewards/margins",
+        "reward_accuracy": "rewards/accuracies",
+        "reward_chosen": "rewards/chosen",
+        "reward_rejected": "rewards/rejected",
+        "logps_chosen": "logps/chosen",
+        "logps_rejected": "logps/rejected",
+    }.items():
+        assert ours[name] == pytest.approx(theirs[their_name], rel=1e-5, abs=1e-6), name
+    assert ours["tokens_chosen"] * 6 == is_learned[:6].sum()
+
+
+def test_a_pair_that_is_no_pair_counts_for_nothing(micro_batch):
+    """A dummy after each half: rows of padding that nothing is learned from."""
+
+    def with_dummy(rows: torch.Tensor, value: int) -> torch.Tensor:
+        dummy = torch.full((1, rows.shape[1]), value)
+        return torch.cat([rows[:6], dummy, rows[6:], dummy])
+
+    ids, labels = with_dummy(micro_batch.input_ids, 0), with_dummy(micro_batch.labels, IGNORED_LABEL)
+    model, terms = learn(micro_batch._replace(input_ids=ids, labels=labels))
+    expected, expected_terms = learn(micro_batch)
+    assert terms.num_terms == 6
+    torch.testing.assert_close(terms.loss, expected_terms.loss, rtol=0, atol=1e-6)
+    assert figures_of(terms) == pytest.approx(figures_of(expected_terms), abs=1e-6)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
+
+
+def test_dropout_of_the_model_is_off_and_that_of_adapters_stays():
+    """GPT-2's are modules, Llama's is a number of one."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ids = torch.arange(16)[None]
+    llama = tiny_llama(attention_dropout=0.5).train()
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)
+    gpt2 = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    for model in (llama, gpt2):
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+        turn_dropout_off(model)
+        assert torch.equal(model(ids).logits, model(ids).logits)
+    lora = LoraConfig(r=2, lora_dropout=0.5, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    inject_adapter_in_model(lora, gpt2)
+    turn_dropout_off(gpt2)
+    assert not torch.equal(gpt2(ids).logits, gpt2(ids).logits)

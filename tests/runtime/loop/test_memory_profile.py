@@ -15,10 +15,8 @@ from shardwise.trainer.__main__ import error_line
 from shardwise.trainer.runtime.loop import memory_profile as memory
 from shardwise.trainer.runtime.loop import profile_step
 from shardwise.trainer.runtime.run.clock import Clock, Span
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.messages import rank_files
 from shardwise.trainer.spec.units import GIB
 
 SIZE = 512
@@ -143,10 +141,6 @@ def test_a_driver_that_cannot_map_memory_ends_with_the_setting_that_mends_it(mon
     assert "PYTORCH_ALLOC_CONF" not in error_line(RuntimeError("CUDA error: invalid argument"))
 
 
-def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory(capped):
-    assert memory.is_out_of_memory(RuntimeError("can't start new thread"))
-
-
 def test_a_capped_card_holds_bytes_outside_the_allocator_too(monkeypatch):
     shares = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
@@ -166,24 +160,6 @@ def test_a_phase_peaks_at_the_most_that_was_held_in_it():
     assert memory.Curve([], 1000, SPANS).peaks() == {"forward": 1000, "backward": 1000, "optimizer": 1000}
     twice = (Span("forward", 0, 10), Span("backward", 10, 20), Span("forward", 20, 30), Span("backward", 30, 40))
     assert memory.Curve([(5, 10), (12, 90), (19, -95), (25, 30)], 0, twice).peaks() == {"forward": 35, "backward": 100}
-
-
-def test_the_timeline_counts_from_the_first_moment_and_names_the_phases():
-    points = memory.Curve(EVENTS, 1000, SPANS).timeline()
-    assert [point.phase for point in points] == [*["forward"] * 2, "", *["backward"] * 2, *["optimizer"] * 2]
-    assert [point.allocated_bytes for point in points] == [1050, 1030, 1035, 1135, 1005, 1012, 1005]
-    assert points[0].at_s == pytest.approx(10e-9)
-    assert memory.Curve([], 1000, SPANS).timeline() == ()
-
-
-def test_a_long_timeline_keeps_its_highest_point():
-    events = [(100 + number, 1 if number % 2 else -1) for number in range(10_000)]
-    events[5001:5001] = [(5100, 10**6), (5100, -(10**6))]
-    points = memory.Curve(events, 0, (Span("forward", 0, 20_000),)).timeline()
-    assert len(points) <= memory.MAX_POINTS and max(point.allocated_bytes for point in points) >= 10**6 - 1
-
-
-def test_a_device_that_counts_no_moments_has_three_points_a_phase():
     spans = (Span("forward", 100, 200, 10, 50, 40), Span("backward", 200, 300, 40, 90, 20))
     points = memory.timeline_of_spans(spans)
     assert [(round(point.at_s * 1e9), point.allocated_bytes, point.phase) for point in points] == [
@@ -191,61 +167,6 @@ def test_a_device_that_counts_no_moments_has_three_points_a_phase():
         (200, 20, "backward"),
     ]  # fmt: skip
     assert memory.timeline_of_spans(()) == ()
-
-
-def test_the_tensors_that_are_held_are_counted_once_and_by_kind():
-    before = memory.held_tensors()
-    layer = nn.Linear(1024, 512, bias=False)
-    view = layer.weight.detach()[:10]  # of the same storage
-    other = torch.ones(1000, 1000)
-    layer(torch.ones(2, 1024)).sum().backward()
-    after = memory.held_tensors()
-    assert after["weights"] - before["weights"] == 1024 * 512 * 4
-    assert after["gradients"] - before["gradients"] == 1024 * 512 * 4
-    assert after["other tensors"] - before["other tensors"] == 1000 * 1000 * 4
-    del view, other
-
-
-def test_the_memory_state_has_the_phase_of_the_rank_and_its_limit(tmp_path):
-    rank_files.heartbeat_path(tmp_path, 1).parent.mkdir()
-    rank_files.heartbeat_path(tmp_path, 1).write_bytes(
-        rank_files.encode_heartbeat(rank_files.Heartbeat(step=4, count=3, phase="backward"))
-    )
-    memory.write_memory_state(tmp_path, rank=1, step=4, data_limit=2**33)
-    state = codec.read(rank_files.memory_state_path(tmp_path, 1), rank_files.MemoryState)
-    assert (state.rank, state.phase, state.step, state.data_limit_bytes) == (1, "backward", 5, 2**33)
-    assert state.host_bytes and state.data_bytes
-    assert memory.memory_state(tmp_path, 1, 4, resource.RLIM_INFINITY).data_limit_bytes is None
-    assert memory.memory_state(tmp_path, 0, 4, 0).phase == ""  # it has no heartbeat
-
-
-BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.10")
-
-
-@pytest.mark.parametrize(
-    ("module", "place"),
-    [
-        ("model.layers.1.mlp.down_proj", (1, "mlp.down_proj")),
-        ("model.layers.10.mlp", (2, "mlp")),  # not of block 1, whose name it begins with
-        ("model.layers.0", (0, "the block itself")),
-        ("model.norm", (None, "model.norm")),
-    ],
-)
-def test_a_module_is_named_by_its_place(module, place):
-    assert profile_step.within_block(module, BLOCKS) == place
-
-
-def test_bytes_that_are_freed_or_of_another_time_are_not_retained():
-    allocations = [
-        profile_step.Allocation(5, 1, 1000),  # before the forward
-        profile_step.Allocation(10, 2, 64),
-        profile_step.Allocation(11, 3, 32),
-        profile_step.Allocation(12, 2, -64),
-        profile_step.Allocation(13, 2, 128),  # in the same place
-        profile_step.Allocation(14, 1, -1000),
-        profile_step.Allocation(25, 4, 16),  # after it
-    ]
-    assert profile_step.retained_by_module(allocations, profile_step.ModuleMarks(), begin_ns=10, end_ns=20) == {"": 160}
 
 
 class Small(nn.Module):

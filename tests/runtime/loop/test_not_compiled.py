@@ -22,7 +22,6 @@ NOW = datetime(2030, 1, 2, tzinfo=UTC)
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that supports no block."""
     from torch._dynamo.exc import Unsupported
 
     def fail(*_: Any, **__: Any) -> None:

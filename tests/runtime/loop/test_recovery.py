@@ -1,8 +1,4 @@
-"""Runs in which steps cannot be taken: what is skipped, when a run goes back, what it then learns from, when it ends.
-
-Which rows are bad is a matter of the data: an extensions file gives a row of a list a loss that is not finite, or one
-that is far too large. What should come out is trained by a plain loop without Accelerate.
-"""
+"""Runs in which steps cannot be taken: what is skipped, when a run goes back, what it then learns from, how it ends."""
 
 import math
 from pathlib import Path
@@ -48,8 +44,6 @@ def plan_of(cache_dir: Path, **changes) -> Plan:
 
 
 class Run(NamedTuple):
-    """Result of an attempt."""
-
     run_dir: Path
     state: RunState
     ending: Ending | None
@@ -57,12 +51,10 @@ class Run(NamedTuple):
 
     @property
     def lines(self) -> dict[int, dict]:
-        """The last line of each step."""
         return {line["step"]: line for line in metrics_of(self.run_dir)}
 
     @property
     def saved(self) -> CheckpointFacts:
-        """Facts of the last checkpoint."""
         return open_checkpoint(self.run_dir / self.state.checkpoint).facts
 
     @property
@@ -106,12 +98,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_named(tmp_path, c
     assert skipped.state.final_loss == skipped.losses[NUM_STEPS]
 
 
-def test_a_checkpoint_that_falls_due_meanwhile_waits_for_the_next_step(tmp_path, cache_dir):
-    found = run(tmp_path / "run", spoil(plan_of(cache_dir, num_steps=6), tmp_path, [4]))
-    assert steps_in(found.run_dir / "checkpoints") == [5, 6]
-    assert found.saved.spikes.skipped_steps == (4,) and len(found.saved.spikes.losses) == 5
-
-
 BAD_STEPS = range(7, 7 + STEPS_UNTIL_ROLL_BACK)  # after the checkpoint of step 4; the run goes back from the last
 PASSED_OVER = PassedOver(after_step=4, num_steps=BAD_STEPS[-1] - 4)
 TAKEN = {step: step if step <= 4 else step + PASSED_OVER.num_steps for step in range(1, NUM_STEPS + 1)}
@@ -119,7 +105,6 @@ TAKEN = {step: step if step <= 4 else step + PASSED_OVER.num_steps for step in r
 
 @pytest.fixture(scope="module")
 def went_back(tmp_path_factory, cache_dir) -> Run:
-    """As many bad steps in a row as make a run go back."""
     folder = tmp_path_factory.mktemp("back")
     return run(folder / "run", spoil(plan_of(cache_dir), folder, BAD_STEPS))
 

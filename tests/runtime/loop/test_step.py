@@ -1,82 +1,90 @@
-"""One optimizer step in one process: what accumulation, dropout and clipping may and may not change."""
+"""One step in one process: what accumulation, dropout and clipping may change; and fp16: what is scaled and skipped."""
 
+import copy
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from attempt_runs import reset_accelerate
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import SEED, rank_plan
-from torch import nn
+from torch.nn.utils import parameters_to_vector
+from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
 from shardwise.trainer.runtime.data.cache import TokenRows
+from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.engines.zero import EngineScaler
 from shardwise.trainer.runtime.loop.step import StepResult, run_step, seed_dropout
-from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.models.build import build_trainable
 from shardwise.trainer.runtime.optimizers import build_optimizer
+from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE, AmpScaler, install_precision
 from shardwise.trainer.runtime.run.clock import Clock
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.hardware import Hardware, Host
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.hardware import DeviceKind, Hardware, Host
+from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
+from shardwise.trainer.spec.strategy import Precision
 
 
-def prepared(plan: Plan) -> tuple[Accelerator, nn.Module, Any]:
-    reset_accelerate()
-    accelerator, model = build_accelerator(plan, ds_config=None), build_model(plan)
-    optimizer = build_optimizer(plan.chosen.strategy.optimizer, model, lr=1.0, weight_decay=0.1)
-    return accelerator, *accelerator.prepare(model, optimizer)
+class Training:
+    def __init__(self, plan: Plan, *, weight_decay: float = 0.1) -> None:
+        reset_accelerate()
+        self.plan, chosen = plan, plan.chosen
+        self.accelerator = build_accelerator(plan, ds_config=None)
+        model, installed = build_trainable(plan)
+        self.installed = install_precision(model, installed, chosen, DeviceKind.CPU)
+        optimizer = build_optimizer(chosen.strategy.optimizer, model, lr=1.0, weight_decay=weight_decay)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        engine = running_engine(self.model)
+        self.scaler = engine.loss_scaler(self.model, chosen.strategy.precision, DeviceKind.CPU)
+        self.rows = TokenRows.open(Path(plan.data.cache_dir), "train")
+        self.step = 0
 
+    def run(self, num_steps: int, *, clip: float = 1.0) -> list[StepResult]:
+        return [self.run_one(clip=clip) for _ in range(num_steps)]
 
-def micro_batches_of(plan: Plan, step: int, *, num_rows: int | None = None) -> tuple[list[MicroBatch], int]:
-    """Of a step, or `num_rows` of it in one."""
-    accumulation = plan.chosen.accumulation if num_rows is None else 1
-    found, num_targets = step_micro_batches(
-        TokenRows.open(Path(plan.data.cache_dir), "train"), step=step, seed=SEED, rank=0, num_ranks=1,
-        sequences_per_step=num_rows or plan.schedule.sequences_per_step, micro_batch=plan.chosen.micro_batch,
-        accumulation=accumulation,
-    )  # fmt: skip
-    return list(found), num_targets
-
-
-def run_steps(plan: Plan, steps: range, *, clip: float = 1.0, lr: float = 1e-3) -> tuple[list[StepResult], nn.Module]:
-    accelerator, model, optimizer = prepared(plan)
-    results = []
-    for step in steps:
-        micro_batches, num_targets = micro_batches_of(plan, step)
-        results.append(
-            run_step(
-                accelerator, model, optimizer, micro_batches, num_terms=num_targets, step=step, seed=SEED, lr=lr,
-                clip=clip, clock=Clock(accelerator.device),
-            )
+    def micro_batches(self) -> tuple[list[MicroBatch], int]:
+        found, num_targets = step_micro_batches(
+            self.rows, step=self.step, seed=SEED, sequences_per_step=self.plan.schedule.sequences_per_step, rank=0,
+            num_ranks=1, micro_batch=self.plan.chosen.micro_batch, accumulation=self.plan.chosen.accumulation,
         )  # fmt: skip
-    assert all(parameter.grad is None for parameter in model.parameters())
-    return results, model
+        return list(found), num_targets
+
+    def take(
+        self, micro_batches: list[MicroBatch], num_terms: int, *, step: int, clip: float = 1.0, lr: float = 1e-3
+    ) -> StepResult:
+        return run_step(
+            self.accelerator, self.model, self.optimizer, micro_batches, num_terms=num_terms, step=step, seed=SEED,
+            lr=lr, clip=clip, clock=Clock(self.accelerator.device), scaler=self.scaler,
+        )  # fmt: skip
+
+    def run_one(self, *, clip: float = 1.0) -> StepResult:
+        micro_batches, num_targets = self.micro_batches()
+        self.step += 1
+        return self.take(micro_batches, num_targets, step=self.step, clip=clip)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(1, 8), (3, 3)])
 def test_the_loss_does_not_depend_on_how_rows_fall_on_micro_batches(cache_dir, micro_batch, accumulation):
-    whole, model = run_steps(rank_plan(cache_dir, micro_batch=8, accumulation=1), range(4))
-    parts, other = run_steps(rank_plan(cache_dir, micro_batch=micro_batch, accumulation=accumulation), range(4))
+    trained = [
+        Training(rank_plan(cache_dir, micro_batch=a, accumulation=b)) for a, b in ((8, 1), (micro_batch, accumulation))
+    ]
+    whole, parts = (training.run(4) for training in trained)
     assert [result.loss for result in parts] == pytest.approx([result.loss for result in whole], abs=1e-6)
     assert [result.grad_norm for result in parts] == pytest.approx([result.grad_norm for result in whole], abs=1e-5)
     assert [result.num_targets for result in parts] == [result.num_targets for result in whole]
-    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+    for ours, theirs in zip(*(training.weights() for training in trained), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-
-
-def test_a_step_with_dropout_can_be_repeated_bit_by_bit_from_anywhere(cache_dir):
-    with_dropout = {**TINY_LLAMA, "attention_dropout": 0.5}
-    plan = rank_plan(cache_dir, micro_batch=4, accumulation=2, model_config=with_dropout)
-    first, _ = run_steps(plan, range(2))
-    torch.randn(1000)  # what else draws numbers does not matter
-    again, _ = run_steps(plan, range(2))
-    without, _ = run_steps(rank_plan(cache_dir, micro_batch=4, accumulation=2), range(2))
-    assert [result.loss for result in first] == [result.loss for result in again]
-    assert first[0].loss != without[0].loss, "dropout is on"
 
 
 def test_the_seed_of_a_micro_batch_is_that_of_torchs_own_seeding_on_every_device_of_a_rank(monkeypatch):
@@ -94,16 +102,12 @@ def test_the_seed_of_a_micro_batch_is_that_of_torchs_own_seeding_on_every_device
 def losses_of_repeated_micro_batch(cache_dir: Path, steps: tuple[int, ...], *, dropout: float) -> list[list[float]]:
     """For each step the losses of one micro batch that is run three times; the weights stay as they are."""
     config = {**TINY_LLAMA, "attention_dropout": dropout}
-    plan = rank_plan(cache_dir, micro_batch=4, accumulation=3, model_config=config)
-    accelerator, model, optimizer = prepared(plan)
+    training = Training(rank_plan(cache_dir, micro_batch=4, accumulation=3, model_config=config))
     losses: list[float] = []
-    model.register_forward_hook(lambda _model, _inputs, loss: losses.append(float(loss.detach())))
-    (micro_batch,), num_targets = micro_batches_of(plan, 0, num_rows=4)
+    training.model.register_forward_hook(lambda _model, _inputs, loss: losses.append(float(loss.detach())))
+    (micro_batch, *_), num_targets = training.micro_batches()
     for step in steps:
-        run_step(
-            accelerator, model, optimizer, [micro_batch] * 3, num_terms=3 * num_targets, step=step, seed=SEED, lr=0.0,
-            clip=1.0, clock=Clock(accelerator.device),
-        )  # fmt: skip
+        training.take([micro_batch] * 3, num_targets, step=step, lr=0.0)
     return [losses[start : start + 3] for start in range(0, len(losses), 3)]
 
 
@@ -115,24 +119,12 @@ def test_masks_differ_between_micro_batches_and_steps_and_come_back_with_the_ste
     assert len({loss for step in without for loss in step}) == 1, "nothing but the masks makes a difference"
 
 
-@pytest.mark.parametrize("lr", [0.0, 1e-3])
-def test_the_learning_rate_of_the_step_is_the_one_that_updates(cache_dir, lr):
-    plan = rank_plan(cache_dir, micro_batch=8, accumulation=1)
-    _, moved = run_steps(plan, range(1), lr=lr)
-    changes = [
-        (after - before).abs().max().item()
-        for after, before in zip(moved.parameters(), build_model(plan).parameters(), strict=True)
-    ]
-    assert max(changes) == pytest.approx(lr, rel=0.2), "Adam's first step is the learning rate, plus the decay"
-
-
 def test_the_norm_is_reported_before_clipping_and_no_clip_is_no_clip(cache_dir):
-    plan = rank_plan(cache_dir, micro_batch=8, accumulation=1)
-    clipped, small = run_steps(plan, range(1), clip=1e-9)
-    free, moved = run_steps(plan, range(1), clip=0.0)
-    assert clipped[0].grad_norm == free[0].grad_norm
-    assert free[0].grad_norm is not None and free[0].grad_norm > 0.1
-    change = [(a - b).abs().max().item() for a, b in zip(small.parameters(), moved.parameters(), strict=True)]
+    small, moved = (Training(rank_plan(cache_dir, micro_batch=8, accumulation=1)) for _ in range(2))
+    clipped, free = small.run_one(clip=1e-9), moved.run_one(clip=0.0)
+    assert clipped.grad_norm == free.grad_norm
+    assert free.grad_norm is not None and free.grad_norm > 0.1
+    change = [(a - b).abs().max().item() for a, b in zip(small.weights(), moved.weights(), strict=True)]
     assert max(change) > 1e-4, "clipping to nothing keeps Adam's epsilon from being negligible"
 
 
@@ -153,3 +145,119 @@ def hybrid(num_nodes: int, on_each: int) -> dict[str, Any]:
 def test_what_would_silently_be_something_else_is_refused(cache_dir, plan, fact):
     with pytest.raises(InputError, match=fact):
         build_accelerator(rank_plan(cache_dir, **plan), ds_config=None)
+
+
+def fp32_plan(cache_dir: Path, **engine) -> Plan:
+    return rank_plan(cache_dir, **{"micro_batch": 4, "accumulation": 2, **engine})
+
+
+def fp16_plan(cache_dir: Path, **engine) -> Plan:
+    return fp32_plan(cache_dir, precision=Precision.FP16_MIXED, **engine)
+
+
+class Gradients:
+    """The largest gradient that reaches the embeddings' output, in each backward; may spoil some."""
+
+    def __init__(self, model: PreTrainedModel, *, overflow_in: Sequence[int] = ()) -> None:
+        self.seen: list[float] = []
+        self.overflow_in = overflow_in
+        model.get_input_embeddings().register_forward_hook(self.watch)
+
+    def watch(self, _module: torch.nn.Module, _inputs: object, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(self.note)
+
+    def note(self, grad: torch.Tensor) -> torch.Tensor:
+        self.seen.append(grad.abs().max().item())
+        return grad * math.inf if len(self.seen) - 1 in self.overflow_in else grad
+
+
+def test_the_backward_pass_sees_the_scale_and_the_update_does_not(cache_dir):
+    plain, scaled = Training(fp32_plan(cache_dir)), Training(fp16_plan(cache_dir))
+    unscaled_grads, scaled_grads = Gradients(plain.model), Gradients(scaled.model)
+    plain.run(1)
+    scaled.run(1)
+    assert scaled_grads.seen == pytest.approx([INIT_SCALE * size for size in unscaled_grads.seen], rel=2e-2)
+    torch.testing.assert_close(scaled.weights(), plain.weights(), rtol=0, atol=2.1e-3)
+
+
+def test_gradients_are_clipped_at_their_own_size(cache_dir):
+    """Clipped before they are scaled back, they would move nothing."""
+    for plan in (fp32_plan, fp16_plan):
+        training = Training(plan(cache_dir, optimizer=Optimizer.SGD), weight_decay=0.0)
+        before = parameters_to_vector(training.weights())
+        training.run(1, clip=0.1)
+        moved = (parameters_to_vector(training.weights()) - before).norm()
+        assert moved == pytest.approx(1e-4, rel=1e-2), "learning rate 1e-3 x clip 0.1"
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD])
+def test_an_overflow_skips_the_step_and_halves_the_scale(cache_dir, optimizer):
+    """A fused update decides by itself, the others are not called."""
+    training = Training(fp16_plan(cache_dir, optimizer=optimizer))
+    Gradients(training.model, overflow_in=[3])  # the second micro batch of the second step
+    first = training.run_one()
+    before = training.weights()
+    state = copy.deepcopy(training.optimizer.state_dict()["state"])
+    skipped = training.run_one()
+    assert (first.was_skipped, skipped.was_skipped) == (False, True)
+    assert skipped.grad_norm is None
+    assert skipped.loss_scale == INIT_SCALE, "the scale that overflowed"
+    assert all(map(torch.equal, training.weights(), before))
+    torch.testing.assert_close(training.optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    third = training.run_one()
+    assert (third.was_skipped, third.loss_scale) == (False, INIT_SCALE / 2)
+    assert not any(torch.isnan(weight).any() for weight in training.weights())
+    assert not all(map(torch.equal, training.weights(), before))
+
+
+def test_the_scale_goes_on_from_that_of_another_scaler(cache_dir):
+    """Two good steps of three: the next one doubles it."""
+    training = Training(fp16_plan(cache_dir))
+    training.scaler = AmpScaler("cpu", init_scale=1024.0, growth_interval=3)
+    training.run(2)
+    assert (training.scaler.loss_scale, training.scaler.growth_tracker) == (1024.0, 2)
+    training.scaler = resumed = AmpScaler("cpu", init_scale=4.0, growth_interval=3)
+    resumed.restore(1024.0, 2)
+    assert (resumed.loss_scale, resumed.growth_tracker) == (1024.0, 2)
+    assert [result.loss_scale for result in training.run(2)] == [1024.0, 2048.0]
+
+
+def test_deepspeeds_scale_goes_on_and_a_count_of_its_is_no_count_of_torchs():
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    inner, other = (
+        DynamicLossScaler(init_scale=1024.0, scale_window=3, min_scale=1, delayed_shift=1, consecutive_hysteresis=False)
+        for _ in range(2)
+    )
+    first, second = (SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=each)) for each in (inner, other))
+    inner.cur_scale, inner.cur_iter, inner.last_overflow_iter = 512.0, 2, 1  # as after an overflow in the second step
+    for _ in range(3):
+        inner.update_scale(False)
+    assert EngineScaler(first).growth_tracker == 3
+    EngineScaler(second).restore(inner.cur_scale, 3)
+    for _ in range(5):
+        for each in (inner, other):
+            each.update_scale(False)
+        assert inner.cur_scale == other.cur_scale
+    assert inner.cur_scale > 512.0, "it grew meanwhile"
+    torch_scaler = AmpScaler("cpu", growth_interval=3)
+    torch_scaler.restore(512.0, EngineScaler(second).growth_tracker)
+    assert torch_scaler.growth_tracker < 3
+
+
+def test_gradients_that_overflow_unscaled_end_the_run(cache_dir):
+    training = Training(fp16_plan(cache_dir))
+    training.scaler = AmpScaler("cpu", init_scale=4.0)
+    Gradients(training.model, overflow_in=range(4))  # two steps of two micro batches
+    assert training.run_one().was_skipped
+    with pytest.raises(EnvironmentFaultError, match=r"loss scale 1, after 2 skipped steps"):
+        training.run_one()
+
+
+@pytest.mark.parametrize("change", [{"optimizer_in_backward": True}, {"optimizer": Optimizer.LOMO}])
+def test_an_update_inside_the_backward_pass_cannot_wait_for_the_verdict(cache_dir, change):
+    plan = fp16_plan(cache_dir, **change)
+    with pytest.raises(InputError, match=rf"fp16-mixed.*\b{plan.chosen.strategy.optimizer}\b"):
+        install_precision(*build_trainable(fp16_plan(cache_dir)), plan.chosen, DeviceKind.CPU)

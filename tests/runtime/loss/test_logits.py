@@ -17,7 +17,6 @@ from zoo import NUM_IDS, config_of, model_of
 
 from shardwise.trainer.runtime.loss import IGNORED, LogitsRule, LossOutput, install_loss_head, logits_rule, shift
 from shardwise.trainer.simulation.documents import RowFindings, measure_rows
-from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import LossHead
 
 IDS = torch.randint(3, NUM_IDS, (3, 20), generator=torch.Generator().manual_seed(1))
@@ -90,13 +89,6 @@ def test_every_output_and_its_gradient_follow_from_logits_of_the_models_own():
     num_likely = int(((expected.argmax(-1) == targets) & (targets != IGNORED)).sum())
     score = outputs(model, LossOutput.SCORE)
     assert float(score[0]) == pytest.approx(float(losses.detach().sum()), rel=1e-6) and int(score[1]) == num_likely
-
-
-def test_a_head_that_multiplies_hidden_states_is_refused_for_logits_of_the_models_own():
-    with pytest.raises(
-        InputError, match=r"^pin\.loss: BertLMHeadModel computes logits of its own; use pin\.loss=eager$"
-    ):
-        install_loss_head(model_of("bert"), LossHead.CHUNKED, chunk_tokens=None)
 
 
 def llama() -> LlamaConfig:

@@ -6,7 +6,6 @@ Compiling takes a minute on a busy machine: one combination is in every run of t
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -101,14 +100,6 @@ def test_every_kind_of_recomputation_is_traced_with_its_block(checkpointing):
         assert kept_by_full < retained < kept_by_none
 
 
-@pytest.mark.long
-def test_a_compiled_block_that_recomputes_drops_the_same_elements_again():
-    dropout = {"attention_dropout": 0.5}
-    retained, again = (backward(build(each, config=dropout)[0]) for each in (Checkpointing.NONE, Checkpointing.FULL))
-    torch.testing.assert_close(again.loss, retained.loss)
-    assert_same_gradients(again, retained, tolerance=TOLERANCE)
-
-
 def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(EnvironmentFaultError, match=r"no-such-compiler.*install g\+\+"):
@@ -128,14 +119,6 @@ def test_blocks_that_fail_to_compile_run_eagerly_where_no_job_pins_compilation(t
         compile_blocks(pinned)
         with pytest.raises(InductorError):
             backward(pinned)
-
-
-def test_where_the_planner_chose_compilation_the_gradients_are_those_of_eager_blocks():
-    model, eager = build_eager(), build_eager()
-    compilation = compile_blocks(model, is_pinned=False)
-    check_same(model, eager)
-    assert compilation.problem is None
-    assert counts(compilation.facts(model)["compile"]) == [2, 2, 1, 0]
 
 
 def test_generation_runs_compiled_blocks_eagerly():
@@ -216,24 +199,6 @@ def test_fused_kernels_run_every_norm_mlp_and_rotation_of_a_model(own_rotation):
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=TOLERANCE, atol=0)
     assert_same_gradients(ours, theirs, tolerance=TOLERANCE)
     assert not fused.run_in(model), "the rotary embedding is transformers' again"
-
-
-def test_kernels_that_round_once_are_not_taken_for_other_ones(own_rotation):
-    """As a GPU's do, at the number of heads where the sign of thousands of outputs is decided by rounding."""
-    plain = Counted()
-
-    def once(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def rounded(*inputs: Any) -> Any:
-            wide = [each.float() if isinstance(each, torch.Tensor) else each for each in inputs]
-            found = compute(*wide)
-            return found.bfloat16() if isinstance(found, torch.Tensor) else tuple(each.bfloat16() for each in found)
-
-        return rounded
-
-    sizes = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "num_hidden_layers": 1}
-    model = build(compiles=False, config=sizes)[0]
-    kernels = Kernels(*(once(each) for each in plain.kernels))
-    assert fuse_kernels(model, kernels).problem is None
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(own_rotation):

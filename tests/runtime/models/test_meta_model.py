@@ -1,6 +1,5 @@
 """Weights tensor by tensor, drawn or read from a folder: bit by bit those of a model that is built as a whole."""
 
-import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -9,17 +8,23 @@ from typing import Any
 import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
-from msgspec.structs import replace
-from rank_factory import rank_plan
+from attempt_runs import run_attempt
+from engine_plan_factory import TINY_LLAMA
+from rank_factory import rank_plan, write_rows
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_utils,
+)
 
 from shardwise.launch.inputs.model_check import is_usual
-from shardwise.launch.inputs.model_files import read_model_config
 from shardwise.launch.inputs.weight_files import check_weights
-from shardwise.trainer.runtime.models.build import build_model, model_from_config
+from shardwise.trainer.runtime.export import folder as export_folder
+from shardwise.trainer.runtime.models.build import model_from_config
 from shardwise.trainer.runtime.models.meta_model import (
     MetaModel,
     StoredModel,
@@ -29,12 +34,12 @@ from shardwise.trainer.runtime.models.meta_model import (
     meta_model_from_folder,
     plan_initialization,
 )
-from shardwise.trainer.runtime.models.weight_files import WeightReader
-from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.job.sections import Job, ModelJob
+from shardwise.trainer.runtime.models.weight_files import WeightReader, check_model_written, check_written
+from shardwise.trainer.runtime.run.state import RunState
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.model.readers import read_model_shape
-from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Attention
+from shardwise.trainer.spec.strategy import Attention, Method
 
 ALL = {**TINY, **VARIANTS}
 
@@ -69,15 +74,6 @@ def test_every_tensor_and_the_generator_are_those_of_a_whole_build(config):
     assert torch.equal(torch.get_rng_state(), state)
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         assert torch.equal(delivered[name], tensor), name
-
-
-def test_transformers_builds_models_as_before_when_all_is_done():
-    build = build_of(TINY["llama"])
-    once, state = whole_model(build)
-    draw(build, plan_initialization(build), lambda _name, _tensor: None)
-    again, after = whole_model(build)
-    assert torch.equal(state, after)
-    assert all(torch.equal(one, other) for one, other in zip(once.parameters(), again.parameters(), strict=True))
 
 
 def delivered_by(meta_model: MetaModel) -> dict[str, torch.Tensor]:
@@ -157,7 +153,6 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    """Folders of the model types, each written when it is first asked for, and only read."""
 
     @cache
     def folder(name: str) -> Path:
@@ -207,32 +202,10 @@ def test_rows_of_stacked_experts_are_read_without_the_other_experts(model_type, 
     assert set(read) == {2}
 
 
-def test_what_transformers_saves_beside_the_weights_is_kept(tmp_path):
-    saved = write_folder(tmp_path, TINY["mixtral"])
-    saved.generation_config.max_new_tokens = 77
-    saved.generation_config.save_pretrained(tmp_path)
-    meta_model, model = skeleton_of(tmp_path).model, loaded(tmp_path)
-    assert meta_model.generation_config.max_new_tokens == 77
-    assert meta_model.generation_config.to_dict() == model.generation_config.to_dict()
-    assert meta_model.config.to_dict() == model.config.to_dict()
-    assert [*map(str, vars(meta_model)["_weight_conversions"])] == [*map(str, vars(model)["_weight_conversions"])]
-
-
-def test_weights_that_a_model_keeps_in_fp32_are_read_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["layernorm"])
-    write_folder(tmp_path, LLAMA)
-    model = loaded(tmp_path, torch.bfloat16)
-    skeleton = skeleton_of(tmp_path, torch.bfloat16).model
-    types = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
-    assert types == {name: parameter.dtype for name, parameter in model.named_parameters()}
-    assert set(types.values()) == {torch.float32, torch.bfloat16}
-
-
 TIED = {**LLAMA, "tie_word_embeddings": True}
 
 
 def spoil(folder: Path, change) -> None:
-    """Rewrites the one file of a folder."""
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
     change(tensors)
@@ -272,41 +245,74 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(change, fact, tmp
         skeleton_of(tmp_path)
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    write_folder(tmp_path, LLAMA, max_shard_size=2**30)
-    (path,) = tmp_path.glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
-        skeleton_of(tmp_path)
+MODELS = TINY | {"llama, tied, wide heads": VARIANTS["llama, tied, wide heads"]}
+WEIGHTS = {"a": torch.arange(60.0).reshape(20, 3), "b": torch.full((5,), float("nan")), "c": torch.tensor(7)}
 
 
-def plan_of_folder(folder: Path) -> Plan:
-    """A rank's plan that starts from the weights in a folder."""
-    files = read_model_config(Job(model=ModelJob(name=str(folder), tokenizer="train")))
-    return replace(rank_plan(Path("nowhere")), model_path=files.model_path, model_config=files.config)
+def damage(path: Path, place: int = -10) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x40
+    path.write_bytes(content)
 
 
-def test_of_a_checkpoint_with_vision_the_text_part_is_trained(tmp_path):
-    vision = {
-        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-        "patch_size": 14,
-    }  # fmt: skip
-    tokens: Any = {"image_token_index": 199, "boi_token_index": 198, "eoi_token_index": 197, "mm_tokens_per_image": 4}
-    config = Gemma3Config(text_config=TINY["gemma3_text"], vision_config=vision, **tokens)
-    saved = Gemma3ForConditionalGeneration(config)
-    saved.save_pretrained(tmp_path)
-    plan = plan_of_folder(tmp_path)
-    model = build_model(plan)
-    weights = dict(model.named_parameters())
-    expected = dict(saved.model.language_model.named_parameters())
-    assert type(model).__name__ == "Gemma3ForCausalLM"
-    assert weights.keys() == {f"model.{name}" for name in expected}
-    assert all(torch.equal(weights[f"model.{name}"], weight) for name, weight in expected.items())
-    assert sum(weight.numel() for weight in weights.values()) == read_model_shape(plan.model_config).num_parameters
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_of_every_model_is_found_and_one_other_byte_is_seen(name, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]))
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    check_model_written(tmp_path, model, model.state_dict())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    damage(files[-1])
+    with pytest.raises(EnvironmentFaultError, match=rf"{files[-1].name}: .* has other values"):
+        check_model_written(tmp_path, model, model.state_dict())
 
 
-def test_a_weight_that_is_missing_is_refused_rather_than_drawn(tmp_path):
-    write_folder(tmp_path, LLAMA, max_shard_size=2**30)
-    spoil(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(InputError, match=r"lack 1 tensors of Llama.*, the first model\.layers\.1\.mlp\.up_proj"):
-        build_model(plan_of_folder(tmp_path))
+LIES: list[tuple[Callable[[Path], object], str]] = [
+    (
+        lambda path: save_file({"b": WEIGHTS["b"], "c": WEIGHTS["c"]}, path),
+        "folder: .* 1 tensors are missing, the first a;",
+    ),
+    (lambda path: save_file(WEIGHTS | {"d": torch.zeros(1)}, path), "d is no weight of the model"),
+    (lambda path: save_file(WEIGHTS | {"a": torch.zeros(3, 20)}, path), r"a has the shape \(3, 20\), it was \(20, 3\)"),
+    (lambda path: save_file(WEIGHTS | {"a": WEIGHTS["a"].int()}, path), "a is torch.int32, it was torch.float32"),
+    (lambda path: save_file(WEIGHTS | {"c": torch.tensor(8)}, path), "c has other values"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it cannot be read: "),
+    (lambda path: damage(path, 12), "it cannot be read: "),
+    (lambda path: path.unlink(), "3 tensors are missing, the first a;"),
+]
+
+
+@pytest.mark.parametrize(("lie", "words"), LIES, ids=[words[:24] for _, words in LIES])
+def test_what_the_disk_gives_back_is_told(lie, words, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file(WEIGHTS, folder / "model.safetensors")
+    check_written(folder, WEIGHTS)
+    lie(folder / "model.safetensors")
+    with pytest.raises(EnvironmentFaultError, match=words) as caught:
+        check_written(folder, WEIGHTS)
+    assert "nothing was exported: check the disk" in str(caught.value)
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_a_run_whose_disk_lies_fails_with_its_checkpoint_and_keeps_no_export(method, tmp_path, monkeypatch):
+    """The two functions that write safetensors files stand for the disk: both lose a bit of what they are given."""
+
+    def write_and_lose(tensors, filename, metadata=None):
+        save_file(tensors, filename, metadata=metadata)
+        damage(Path(filename))
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", write_and_lose)
+    monkeypatch.setattr(export_folder, "save_file", write_and_lose)
+    plan = rank_plan(
+        write_rows(tmp_path / "rows"), method=method, train={"lora": LoraJob(rank=4)}, model_config=TINY_LLAMA,
+        num_steps=2, micro_batch=8, accumulation=1,
+    )  # fmt: skip
+    state = RunState()
+    with pytest.raises(EnvironmentFaultError, match=r"safetensors: what was written is not what the disk gives back"):
+        run_attempt(tmp_path / "run", plan, state=state)
+    assert (state.export, state.checkpoint) == (None, "checkpoints/step-00000002")
+    assert not [path for path in (tmp_path / "run").iterdir() if "export" in path.name]
+    retained = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert load_file(next(retained.glob("*.safetensors")))

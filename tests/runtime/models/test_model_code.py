@@ -1,6 +1,5 @@
 """Code that comes with a model, in the process that runs it: the planned files, and nothing else."""
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,23 +11,20 @@ import transformers.dynamic_module_utils
 from custom_model import CONFIG, MARKER, code_of, transformers_as_it_was, write_custom_model
 from msgspec.structs import replace
 from rank_factory import rank_plan
-from transformers import CONFIG_MAPPING, AutoTokenizer
+from transformers import CONFIG_MAPPING
 
 from shardwise.trainer.runtime.data.documents import check_documents_apart
-from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
 from shardwise.trainer.runtime.export.folder import write_model_folder
 from shardwise.trainer.runtime.export.run import plan_on
-from shardwise.trainer.runtime.loop.objectives import continue_prompt
-from shardwise.trainer.runtime.memory.recomputation import blocks_of
-from shardwise.trainer.runtime.models.build import build_meta_model, build_model, build_trainable
+from shardwise.trainer.runtime.models.build import build_meta_model, build_model
 from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_code
 from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Attention, Checkpointing
+from shardwise.trainer.spec.strategy import Attention
 
 IDS = prompt_ids(320)
 CPU = torch.device("cpu")
@@ -47,13 +43,6 @@ def described(folder: Path) -> ModelShape:
 def plan_with(folder: Path, **engine: Any) -> Plan:
     plan = rank_plan(Path("rows"), model_config=CONFIG, **engine)
     return replace(plan, model_code=code_of(folder), model_path=str(folder), model_shape=described(folder))
-
-
-def test_its_shape_is_described_from_the_code(tmp_path):
-    shape = described(write_custom_model(tmp_path / "tiny"))
-    assert (shape.block_class, shape.num_layers, shape.num_parameters) == ("TinyBlock", 2, 39_072)
-    assert shape.is_described and shape.loss_obstacle is None
-    assert shape.attentions == (Attention.FLASH, Attention.SDPA, Attention.EAGER)
 
 
 def test_its_weights_give_the_logits_that_transformers_gives_and_each_file_runs_once(tmp_path, monkeypatch):
@@ -147,30 +136,6 @@ def test_documents_of_a_packed_row_are_kept_apart_or_the_run_does_not_begin(keep
         return
     with pytest.raises(InputError, match=r"does not keep packed documents apart: .*;\ngive data\.packing=false"):
         check_documents_apart(model, packed, CPU)
-
-
-@pytest.mark.parametrize("checkpointing", [Checkpointing.FULL, Checkpointing.ATTENTION, Checkpointing.SELECTIVE])
-def test_blocks_that_are_plain_modules_are_recomputed_with_the_same_gradients(checkpointing, tmp_path):
-    folder = write_custom_model(tmp_path / "tiny")
-    retained = build_model(plan_with(folder))
-    recomputed, installed = build_trainable(plan_with(folder, checkpointing=checkpointing))
-    gradients = []
-    for model in (retained, recomputed):
-        model(input_ids=IDS, labels=IDS).backward()
-        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    assert [type(block).__name__ for block in blocks_of(recomputed)] == ["TinyBlock"] * 2
-    assert [(each.num_forwards, each.num_repeats) for each in installed.recomputations] == [(1, 1)] * 2
-
-
-def test_a_sample_that_the_code_cannot_make_is_left_out_with_the_reason(tmp_path):
-    write_trained_tokenizer(train_tokenizer(["a b c"], vocab_size=260), tmp_path / "words")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "words")
-    model: Any = build_model(plan_on(plan_with(write_custom_model(tmp_path / "tiny")), DeviceKind.CPU))
-    assert not continue_prompt(model, [66, 67], tokenizer).startswith("none: ")
-    model.prepare_inputs_for_generation = None
-    assert re.match("none: .* TypeError", continue_prompt(model, [66, 67], tokenizer))
-    assert model.training
 
 
 def test_what_transformers_copies_goes_into_a_folder_of_its_own_that_goes(tmp_path, monkeypatch):

@@ -14,27 +14,27 @@ from export_factory import TINY_GPT2, write_base
 from msgspec.structs import replace
 from rank_factory import rank_plan
 from safetensors.torch import load_file
-from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.trainer.runtime.models.build import build_model
-from shardwise.trainer.runtime.models.methods import quantised_layers
+from shardwise.trainer.runtime.loop.step import seed_dropout
+from shardwise.trainer.runtime.models import methods
+from shardwise.trainer.runtime.models.build import build_model, make_trainable, model_from_config
+from shardwise.trainer.runtime.models.methods import add_noise, lengths, noise_facts, quantised_layers
 from shardwise.trainer.runtime.models.quantisation import (
     SLICE_ELEMENTS,
     Packing,
     is_quantisable,
     pack,
-    packing_of,
-    storage_type,
 )
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Method, Precision, Quant
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Quant
 
 CPU = torch.device("cpu")
 LORA = LoraJob(rank=4, alpha=8.0)
@@ -73,35 +73,9 @@ def test_a_weight_quantised_in_slices_is_bit_for_bit_what_bitsandbytes_makes_of_
     assert float((whole - weight).abs().mean() / weight.abs().mean()) < 0.12
 
 
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
-def test_floating_point_storage_holds_the_same_bytes(storage):
-    weight = torch.randn(48, 64)
-    stored = pack(weight, Linear4bit(64, 48, bias=False), packing(storage=storage))
-    expected = pack(weight, Linear4bit(64, 48, bias=False), packing())
-    assert stored.dtype == storage and stored.shape == (48 * 64 // 4, 1)
-    assert torch.equal(stored.data.view(torch.uint8).flatten(), expected.data.flatten())
-    ours, theirs = (dequantize_4bit(each.data, each.quant_state) for each in (stored, expected))
-    assert torch.equal(ours, theirs)
-
-
-def test_a_weight_that_is_no_whole_number_of_stored_elements_is_refused():
+def test_what_cannot_be_packed_is_refused_with_what_to_take_instead():
     with pytest.raises(InputError, match=r"shape \(1, 2\) is no whole number of torch.bfloat16 when packed; FSDP2 "):
         pack(torch.randn(1, 2), Linear4bit(2, 1, bias=False), packing(storage=torch.bfloat16))
-
-
-def test_storage_is_floating_point_where_fsdp_shards_it_and_never_of_a_type_that_its_policy_would_cast():
-    for precision, storage in (
-        (Precision.FP32, torch.bfloat16),
-        (Precision.BF16_MIXED, torch.bfloat16),
-        (Precision.BF16, torch.bfloat16),
-        (Precision.FP16_MIXED, torch.float16),
-    ):
-        assert storage_type(precision) == storage
-        assert packing_of(plan_of(sharding=Sharding.FSDP, precision=precision)).storage == storage
-        assert packing_of(plan_of(sharding=Sharding.DDP, precision=precision)).storage == torch.uint8
-
-
-def test_zero3_is_refused_with_what_to_take_instead():
     with pytest.raises(InputError, match=r"qlora: ZeRO-3 cuts weights anywhere, .*; use fsdp or zero2"):
         build_model(plan_of(sharding=Sharding.ZERO3))
 
@@ -254,3 +228,164 @@ def test_falcons_own_linear_layers_are_quantised_and_routers_that_are_linear_lay
     assert issubclass(Llama4Router, nn.Linear)
     with torch.device("meta"):
         assert not is_quantisable(Llama4Router(AutoConfig.for_model("llama4_text")))
+
+
+LORA = LoraJob(rank=4, alpha=8.0)
+IDS = torch.arange(32).reshape(2, 16)
+
+
+def plan_with(method: Method, *, folder: Path | None = None, lora: LoraJob = LORA, **engine: Any) -> Plan:
+    plan = rank_plan(Path("nowhere"), method=method, train={"lora": lora}, **engine)
+    return replace(plan, model_path=None if folder is None else str(folder))
+
+
+def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
+def test_adapters_are_the_same_whatever_lies_beneath_them(method, base):
+    initialized, loaded = build_model(plan_with(method)), build_model(plan_with(method, folder=base))
+    ours, theirs = adapters(initialized), adapters(loaded)
+    assert ours.keys() == theirs.keys() and len(ours) == 28
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    first, second = (next(model.get_input_embeddings().parameters()) for model in (initialized, loaded))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
+@pytest.mark.parametrize(
+    ("precision", "computes", "trained"),
+    [
+        (Precision.FP32, torch.float32, torch.float32),
+        (Precision.BF16_MIXED, torch.bfloat16, torch.float32),
+        (Precision.FP16_MIXED, torch.float16, torch.float32),
+        (Precision.BF16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_embeddings_head_and_norms_stay_in_the_computing_type(method, precision, computes, trained, base):
+    """What is called preparation for k-bit training elsewhere would make them fp32."""
+    for path in (None, base):
+        model = build_model(plan_with(method, folder=path, precision=precision))
+        packed = {id(layer.weight) for layer in methods.quantised_layers(model)}
+        frozen = [p for p in model.parameters() if not p.requires_grad and id(p) not in packed]
+        assert {parameter.dtype for parameter in frozen} == {computes}
+        assert {parameter.dtype for parameter in adapters(model).values()} == {trained}
+        assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+        assert model.get_output_embeddings().weight.dtype == computes
+        assert bool(packed) is (method is Method.QLORA)
+
+
+@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
+@pytest.mark.parametrize("dora", [False, True])
+def test_checkpointing_stays_on_and_changes_no_gradient(method, dora):
+    """A frozen embedding makes an input without gradient, for which reentrant checkpointing would skip the block."""
+    gradients = []
+    for checkpointing, expected in ((Checkpointing.NONE, 1), (Checkpointing.FULL, 2)):
+        lora = LoraJob(rank=4, alpha=8.0, dora=dora, dropout=0.1)
+        model = build_model(plan_with(method, lora=lora, checkpointing=checkpointing))
+        forwards: list[int] = []
+        layer = model.model.layers[0].self_attn.q_proj.base_layer
+        layer.register_forward_hook(lambda *_, noted=forwards: noted.append(1))
+        torch.manual_seed(1)
+        model(input_ids=IDS, labels=IDS).backward()
+        assert len(forwards) == expected
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert all(gradients[0][name] is not None for name in gradients[0])
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+RANK = 4
+
+
+def adapted(precision: Precision, lora: LoraJob | None = None, method: Method = Method.LORA) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = model_from_config(TINY_LLAMA, dtype=methods.base_type(method, precision), attention=Attention.SDPA)
+    assert isinstance(model, LlamaForCausalLM)
+    methods.add_adapters(model, lora or LoraJob(rank=RANK), precision)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("targets", "fact"),
+    [
+        (("no_such_proj",), "no_such_proj: .*q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj$"),
+        (("q_proj", "no_such_proj"), "no_such_proj: "),
+        (("embed_tokens",), "embed_tokens: "),
+        (("layers.2.mlp.up_proj",), r"layers\.2\.mlp\.up_proj: "),
+        (("proj",), "proj: "),
+        (("lm_head", "q_proj"), "lm_head: "),
+        (("q_proj", "all-linear"), "all-linear "),
+    ],
+)
+def test_targets_that_name_no_linear_layer_are_refused(targets: tuple[str, ...], fact: str) -> None:
+    with pytest.raises(InputError, match=f"^lora.targets: {fact}") as error:
+        adapted(Precision.FP32, LoraJob(targets=targets))
+    assert "\n" not in str(error.value)
+
+
+HIDDEN, ALPHA = TINY_LLAMA["hidden_size"], 5.0
+
+
+class Run:
+    def __init__(self, alpha: float | None = ALPHA) -> None:
+        torch.manual_seed(0)
+        self.model: Any = model_from_config(TINY_LLAMA, dtype=torch.float32, attention=Attention.SDPA)
+        if alpha is not None:
+            add_noise(self.model, alpha)
+        make_trainable(self.model, Checkpointing.FULL, LossHead.CHUNKED, loss_chunk_tokens=8)
+        self.embedded = torch.empty(0)
+        self.model.get_input_embeddings().register_forward_hook(self._note)
+
+    def _note(self, module: object, inputs: object, output: Tensor) -> None:
+        self.embedded = output.detach().clone()
+
+    def forward(self, *, step: int = 0, **inputs: Tensor) -> Tensor:
+        seed_dropout(0, step, 0)
+        return self.model(**inputs)
+
+    def noise(self, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+        self.forward(input_ids=input_ids, labels=labels, **inputs)
+        return self.embedded - self.model.get_input_embeddings().weight.detach()[input_ids]
+
+
+def rows(*row_lengths: int, width: int = 24) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(len(row_lengths) * width).reshape(len(row_lengths), width) % 64
+    is_token = torch.arange(width) < torch.tensor(row_lengths).unsqueeze(1)
+    return ids * is_token, torch.where(is_token, ids, -100)
+
+
+def test_the_noise_of_a_row_is_bounded_by_alpha_over_the_root_of_its_tokens_and_width():
+    """Uniform up to the bound: its largest value is near it, its mean absolute value near half."""
+    ids, labels = rows(20, 5, 0)
+    noise = Run().noise(ids, labels)
+    assert not noise[1, 5:].any() and not noise[2].any(), "padding and dummy rows are left alone"
+    for row, length in enumerate((20, 5)):
+        bound = ALPHA / (length * HIDDEN) ** 0.5
+        found = noise[row, :length].abs()
+        assert 0.95 * bound < float(found.max()) <= bound * 1.0001
+        assert float(found.mean()) == pytest.approx(bound / 2, rel=0.1)
+
+
+def test_a_prompt_that_is_not_learned_counts_and_is_disturbed():
+    ids, labels = rows(20)
+    labels[0, :12] = -100
+    assert torch.equal(lengths(labels, None), lengths(rows(20)[1], None))
+    assert Run().noise(ids, labels)[0, :12].any()
+
+
+def test_each_document_of_a_packed_row_has_its_own_length():
+    _, labels = rows(10, width=12)
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]])
+    assert lengths(labels, position_ids).tolist() == [[6] * 6 + [4] * 4 + [0] * 2]
+
+
+def test_a_scored_or_generated_row_has_no_noise():
+    ids, labels = rows(20)
+    run = Run()
+    run.model.eval()
+    assert not run.noise(ids, labels).any()
+    run.model.train()
+    run.model(input_ids=ids)  # as generation calls it
+    assert torch.equal(run.embedded, run.model.get_input_embeddings().weight.detach()[ids])
+    assert noise_facts(run.model) == {"embedding noise": "NEFTune, alpha 5, added in 0 forwards"}

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_plan_factory import TINY_LLAMA, engine_plan
-from msgspec.structs import replace
+from engine_plan_factory import TINY_LLAMA
 from pasted_pip import requirements_in
-from planning_factory import fp8_gain_of
 from rank_factory import rank_plan
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,14 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import add_adapters
 from shardwise.trainer.runtime.precision import fp8
-from shardwise.trainer.runtime.run.process import run_request
-from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, measure_gain, time_shapes
-from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.engines import Sharding
+from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, time_shapes
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LoraJob
-from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
-from shardwise.trainer.spec.plan import Fp8Gain, ShapeTimes
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision
 
 FACTORIES = Path(__file__).parents[2] / "factories"
@@ -83,8 +76,6 @@ def loss_of(model: nn.Module, ids: torch.Tensor, **more: object) -> torch.Tensor
 
 
 class Block(GradientCheckpointingLayer):
-    """A decoder block with everything that can be in one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.q_proj = nn.Linear(64, 64)
@@ -99,8 +90,6 @@ class Block(GradientCheckpointingLayer):
 
 
 class Blocks(nn.Module):
-    """A decoder of some blocks."""
-
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block() for _ in range(num_blocks)])
@@ -170,27 +159,6 @@ def test_parameters_and_names_are_those_of_the_plain_model(te):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     layer = model.model.layers[0].self_attn.q_proj
     assert isinstance(layer, te.Linear) and layer.weight.dtype == torch.float32 and layer.bias is not None
-
-
-@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
-def test_every_product_of_a_block_is_fp8_recomputed_ones_too(te, checkpointing):
-    model, installed = fp8_model(checkpointing=checkpointing)
-    for _ in range(2):
-        loss_of(model, rows()).backward()
-    forwards = 2 * (2 if checkpointing is Checkpointing.FULL else 1)
-    assert te.COUNTS["fp8 products with gradients"] == 2 * LINEARS_IN_A_BLOCK * forwards
-    assert installed.num_products == 2 * LINEARS_IN_A_BLOCK * forwards
-    assert not any(name.startswith("16 bit") for name in te.COUNTS)
-    assert te.COUNTS["recipe Float8CurrentScaling"] == te.COUNTS["autocast"]
-    assert te._OPEN == [], "closed again"
-
-
-def test_a_score_is_taken_in_fp8_and_a_continuation_is_not(te):
-    model, _ = fp8_model()
-    with torch.no_grad():
-        loss_of(model, rows())
-        model(input_ids=rows(1, 7))  # one token at a time fits no tile
-    assert te.COUNTS["fp8 products without"] == te.COUNTS["16 bit products without"] == 2 * LINEARS_IN_A_BLOCK
 
 
 @pytest.mark.parametrize(
@@ -306,34 +274,3 @@ def test_each_shape_runs_in_both_types(te):
     assert all(each.bf16_s > 0 and each.fp8_s > 0 for each in times)
     assert te.COUNTS["fp8 products with gradients"] == 4 * len(shapes), "one to warm up, three timed"
     assert not any(name.startswith("16 bit") for name in te.COUNTS)
-
-
-def test_the_gain_counts_each_shape_as_often_as_the_model_has_it():
-    shapes = (
-        ShapeTimes(in_features=64, out_features=64, count=3, bf16_s=2.0, fp8_s=1.0),
-        ShapeTimes(in_features=64, out_features=32, count=1, bf16_s=1.0, fp8_s=2.0),
-    )
-    gain = Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, shapes=shapes)
-    assert gain.speedup == 7 / 5 and gain.pays
-    assert not Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, shapes=shapes[1:]).pays
-    nothing = Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, problem="no device")
-    assert nothing.speedup is None and not nothing.pays
-
-
-def test_without_a_gpu_the_result_is_a_problem(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    path, out = tmp_path / "request.json", tmp_path / "answer.json"
-    codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
-    assert run_request([str(path)], Fp8GainRequest, measure_gain) == 2
-    assert run_request([str(path), str(out)], Fp8GainRequest, measure_gain) == 0
-    result = codec.read(out, Fp8Gain)
-    assert (result.recipe, result.tokens, result.shapes) == (Fp8Recipe.CURRENT, 4096, ())
-    assert result.problem is not None and "CUDA" in result.problem
-
-
-def test_the_report_of_a_run_in_fp8_has_what_was_timed_before_it():
-    gain = fp8_gain_of(1.31)
-    run = replace(engine_plan(Sharding.NONE, precision=Precision.FP8), fp8_gain=gain)
-    assert "1.31x" in fp8.timed_facts(run)["fp8 gain"]
-    assert fp8.timed_facts(replace(run, fp8_gain=None)) == {}
-    assert fp8.timed_facts(replace(engine_plan(Sharding.NONE, precision=Precision.BF16_MIXED), fp8_gain=gain)) == {}

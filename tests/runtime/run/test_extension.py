@@ -37,7 +37,6 @@ def extension_of(folder: Path, text: str, *hooks: Hook) -> Extension:
 
 
 def run(folder: Path, plan: Plan, body: str | None, *hooks: Hook) -> tuple[RunState, list[dict[str, Any]]]:
-    """The state after three steps, and the lines of metrics.jsonl."""
     if body is not None:
         plan = replace(plan, extension=extension_of(folder, body, *hooks))
     ending, state = run_attempt(folder / "run", plan)

@@ -1,4 +1,4 @@
-"""What libraries get: operators that were built before, the processor that /proc names, and types to compute in."""
+"""What libraries get: built operators, the processor that /proc names; and the counters of a card's driver."""
 
 import ctypes
 import json
@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ import torch
 from captured_machine import captured
 from operator_cache import folder_with_operators
 
-from shardwise.trainer.runtime.run.operators import PROCESSORS, built_library, joined_sources, marker, read_processor
-from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type, weight_type
-from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.runtime.run import clock
+from shardwise.trainer.runtime.run.operators import PROCESSORS, joined_sources, marker, read_processor
 
 TIMEOUT_S = 600
 
@@ -87,21 +87,6 @@ def test_sources_of_one_folder_are_one_in_which_a_header_counts_once(tmp_path):
     assert joined_sources(sources[:4], package, tmp_path / "none") == sources[:4]
 
 
-def test_only_a_library_that_is_marked_counts(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert built_library("cpu_adam") is None
-    library = tmp_path / "cpu_adam" / "cpu_adam.so"
-    library.parent.mkdir()
-    library.touch()
-    assert built_library("cpu_adam") is None, "a library alone may be half of one"
-    marker(tmp_path, "cpu_adam").touch()
-    assert built_library("cpu_adam") == library
-    library.unlink()
-    assert built_library("cpu_adam") is None
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    assert built_library("cpu_adam") is None
-
-
 # What DeepSpeed finds for its operators, and how often the machine was queried: by itself, and with our facts.
 ASK = """
 import json
@@ -154,21 +139,6 @@ def test_a_machine_without_these_names_is_queried(text, machine):
     assert read_processor(text, machine) is None
 
 
-@pytest.mark.parametrize(
-    ("precision", "to_accelerate", "weights", "computes"),
-    [
-        (Precision.FP32, "no", torch.float32, torch.float32),
-        (Precision.FP16_MIXED, "no", torch.float32, torch.float16),
-        (Precision.BF16_MIXED, "bf16", torch.float32, torch.bfloat16),
-        (Precision.BF16, "no", torch.bfloat16, torch.bfloat16),
-        (Precision.FP8, "bf16", torch.float32, torch.bfloat16),
-    ],
-)
-def test_what_a_precision_is_to_each_library(precision, to_accelerate, weights, computes):
-    assert accelerate_precision(precision) == to_accelerate
-    assert (weight_type(precision), compute_type(precision)) == (weights, computes)
-
-
 FP16 = """
 import json
 import deepspeed.accelerator
@@ -190,3 +160,72 @@ def test_deepspeed_needs_fp16_units_on_a_cpu():
     factories = str(Path(__file__).parents[2] / "factories")
     refused = result_of(FP16, ONEDNN_MAX_CPU_ISA="AVX2", PYTHONPATH=factories)
     assert refused.startswith("pin.precision") and "avx512_fp16" in refused
+
+
+LIBRARY = """
+#include <string.h>
+typedef struct { unsigned gpu, memory; } Rates;
+typedef struct { unsigned long long total, free, used; } Memory;
+int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlShutdown(void) { return 0; }
+const char *nvmlErrorString(int code) { return "no"; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+    *device = (void *)1;
+    return strcmp(uuid, "GPU-5d1a4b2e-0000-1111-2222-333344445555") ? 6 : 0; /* NVML_ERROR_NOT_FOUND */
+}
+int nvmlDeviceGetUtilizationRates(void *device, Rates *rates) { rates->gpu = 87; return 0; }
+int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) { memory->used = 12345678; return 0; }
+int nvmlDeviceGetTemperature(void *device, int sensor, unsigned *value) { *value = 66; return 0; }
+int nvmlDeviceGetPowerUsage(void *device, unsigned *value) { *value = 312500; return 0; }
+int nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *bits) { *bits = 0x24; return 0; }
+"""
+ASK_CARD = """
+import ctypes, json, threading
+ctypes.CDLL({driver!r})  # found from here on by its name, as one that is installed is
+from msgspec import to_builtins
+from shardwise.trainer.runtime.run.clock import card_samples
+stop = threading.Event()
+samples = card_samples("{uuid}", stop, every_s=0.0)
+first = next(samples)
+stop.set()
+assert list(samples) == []
+print(json.dumps(to_builtins(first)))
+"""
+
+
+def query(folder: Path, uuid: str, *, library: str = LIBRARY) -> "subprocess.CompletedProcess[str]":
+    (folder / "nvml.c").write_text(library)
+    compiler, name = os.environ.get("CC", "cc"), "libnvidia-ml.so.1"
+    driver = folder / name
+    subprocess.run([compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", driver, folder / "nvml.c"], check=True)
+    return subprocess.run(
+        [sys.executable, "-c", ASK_CARD.format(uuid=uuid, driver=str(driver))], capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_a_card_reports_its_counters(tmp_path: Path):
+    found = query(tmp_path, "5d1a4b2e-0000-1111-2222-333344445555")  # as torch has it
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == {
+        "utilization": 0.87, "power_w": 312.5, "temperature_c": 66, "throttle": "power cap, temperature",
+        "used_bytes": 12345678,
+    }  # fmt: skip
+
+
+def test_an_older_driver_and_a_card_that_lacks_a_counter_report_the_others(tmp_path: Path):
+    no_power = LIBRARY.replace("*value = 312500; return 0;", "return 3; /* not supported */")
+    for name, throttle in (("ThrottleReasons", "power cap, temperature"), ("NoReasons", None)):
+        older = no_power.replace("EventReasons", name)
+        found = json.loads(query(tmp_path, "5d1a4b2e-0000-1111-2222-333344445555", library=older).stdout)
+        assert found["power_w"] is None and found["throttle"] == throttle and found["temperature_c"] == 66
+
+
+def test_a_card_that_is_not_there_ends_the_thread_and_nothing_else(tmp_path: Path):
+    assert "NVMLError_NotFound" in query(tmp_path, "GPU-other").stderr
+
+    watch = clock.CardWatch(torch.device("cpu"))
+    thread = threading.Thread(target=watch._sample, args=("GPU-none",))  # without a driver, or without this card
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and watch.newest == clock.CardSample()

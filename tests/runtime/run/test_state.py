@@ -2,24 +2,25 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
 from report_factory import make_report
 
+from shardwise.launch.rundir.process_record import launcher_record, read_state, record_of, write_record
 from shardwise.trainer.runtime.loop.metrics import MetricsFile, StepMetrics
 from shardwise.trainer.runtime.run import state
+from shardwise.trainer.runtime.run.process import install_stop_flag
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.messages.rank_files import (
-    REFERENCE_PHASE,
-    SAMPLING_PHASE,
-    SAVING_PHASE,
-    read_heartbeat,
-)
+from shardwise.trainer.spec.messages.rank_files import SUPERVISED
 from shardwise.trainer.spec.report import Report
 
 LOSSES = tuple(2.0 + 0.25 * math.sin(step) for step in range(state.LEAST_STEPS))
@@ -35,7 +36,7 @@ def test_what_is_not_finite_is_never_taken(record, value):
     assert state.find_fault(record, loss=value, grad_norm=None, skips_spikes=True) == "the loss is not finite"
 
 
-def test_a_spike_is_more_than_six_standard_deviations_above_the_mean():
+def test_a_spike_is_more_than_six_standard_deviations_above_the_mean_of_half_a_window():
     edge = mean(LOSSES) + state.SIGMAS * stdev(LOSSES)
     assert state.find_fault(CALM, loss=edge - 1e-9, grad_norm=0.5, skips_spikes=True) is None
     fault = state.find_fault(CALM, loss=edge + 1e-9, grad_norm=0.5, skips_spikes=True)
@@ -43,25 +44,15 @@ def test_a_spike_is_more_than_six_standard_deviations_above_the_mean():
     edge = mean(NORMS) + state.SIGMAS * stdev(NORMS)
     assert state.find_fault(CALM, loss=2.0, grad_norm=edge - 1e-9, skips_spikes=True) is None
     assert "the gradient norm" in (state.find_fault(CALM, loss=2.0, grad_norm=edge + 1e-9, skips_spikes=True) or "")
+    young = state.SpikeRecord(losses=LOSSES[1:], grad_norms=NORMS[1:])
+    assert state.find_fault(young, loss=1e9, grad_norm=1e9, skips_spikes=True) is None
+    assert state.find_fault(CALM, loss=-1e9, grad_norm=0.0, skips_spikes=True) is None, "what falls is no spike"
 
 
 def test_a_spike_is_a_fault_only_on_request():
     assert state.find_fault(CALM, loss=1e9, grad_norm=1e9, skips_spikes=True) is not None
     assert state.find_fault(CALM, loss=1e9, grad_norm=1e9, skips_spikes=False) is None
     assert state.find_fault(CALM, loss=math.nan, grad_norm=0.5, skips_spikes=False) == "the loss is not finite"
-
-
-def test_before_half_a_window_only_what_is_not_finite_is_a_fault():
-    young = state.SpikeRecord(losses=LOSSES[1:], grad_norms=NORMS[1:])
-    assert state.find_fault(young, loss=1e9, grad_norm=1e9, skips_spikes=True) is None
-    assert state.find_fault(CALM, loss=-1e9, grad_norm=0.0, skips_spikes=True) is None, "what falls is no spike"
-
-
-@pytest.mark.parametrize("level", [2.0, 1e-6, 0.0])
-def test_where_nothing_varies_a_little_more_is_no_spike(level):
-    record = state.SpikeRecord(losses=(level,) * state.WINDOW_STEPS)
-    assert state.find_fault(record, loss=level * 1.11, grad_norm=None, skips_spikes=True) is None
-    assert state.find_fault(record, loss=level * 1.13 + 1e-3, grad_norm=None, skips_spikes=True) is not None
 
 
 def test_the_window_is_the_last_steps_that_were_taken():
@@ -95,9 +86,6 @@ def test_a_step_learns_from_its_own_rows_unless_rows_were_passed_over():
     assert [state.step_of_rows(step, once) for step in range(1, 8)] == [1, 2, 3, 4, 8, 9, 10]
     twice = (*once, state.PassedOver(after_step=6, num_steps=2))
     assert [state.step_of_rows(step, twice) for step in range(1, 9)] == [1, 2, 3, 4, 8, 9, 12, 13]
-
-
-def test_after_going_back_the_next_rows_are_those_after_the_fault():
     first = state.after_roll_back(CALM, saved_step=4, step=7)
     assert state.step_of_rows(5, first.passed_over) == 8
     assert first.losses == LOSSES and first.in_a_row == 0
@@ -116,16 +104,6 @@ def paths(tmp_path):
     return state.run_paths(tmp_path / "attempts" / "3" / "plan.json", started_at=NOW)
 
 
-def test_paths_follow_from_where_the_plan_lies_and_an_attempt_that_has_ended_is_written_beside(paths, tmp_path):
-    folder = tmp_path / "attempts" / "3"
-    assert (paths.run_dir, paths.attempt, paths.is_again) == (tmp_path, 3, False)
-    assert paths.attempt_dir == paths.plan_dir == folder
-    (folder / "report.json").write_text("{}")
-    paths, again = state.run_paths(folder / "plan.json", started_at=NOW), folder / "again-20300102-030405"
-    assert paths.is_again and paths.attempt_dir == paths.run_dir == again
-    assert paths.resume_dir == tmp_path and paths.plan_dir == folder
-
-
 def test_ranks_of_one_launcher_agree_on_when_it_started():
     imported = "from shardwise.trainer.runtime.run.state import start_of_launch"
     code = f"{imported}; print(start_of_launch(world_size=2).timestamp())"
@@ -135,7 +113,7 @@ def test_ranks_of_one_launcher_agree_on_when_it_started():
     assert timedelta(0) <= datetime.now(UTC) - state.start_of_launch(world_size=1) < timedelta(hours=12)
 
 
-def test_each_rank_has_a_report_of_its_own_and_rank_0_writes_the_status(paths):
+def test_paths_follow_from_the_plan_and_each_rank_has_a_report_of_its_own(paths, tmp_path):
     for rank in (0, 2):
         writer = state.ReportWriter(paths, rank=rank)
         writer.write_report(make_report())
@@ -143,22 +121,13 @@ def test_each_rank_has_a_report_of_its_own_and_rank_0_writes_the_status(paths):
     assert sorted(path.name for path in paths.attempt_dir.glob("report*")) == ["report-rank-2.json", "report.json"]
     assert codec.read(paths.attempt_dir / "report.json", Report) == make_report()
     assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "rank 0", "step": 0}
-
-
-def test_the_status_is_renewed_when_the_phase_changes_or_half_a_second_has_passed(paths):
-    writer = state.ReportWriter(paths, rank=0)
-    found: list[dict[str, object]] = []
-    begin = time.monotonic()
-    while not found or found[-1] == {"phase": "training", "step": 1}:
-        assert time.monotonic() - begin < 10
-        writer.write_status("training", step=1 + (time.monotonic() - begin > state.STATUS_INTERVAL_S / 2))
-        found.append(json.loads((paths.attempt_dir / "status.json").read_text()))
-    assert found[-1] == {"phase": "training", "step": 2}
-    assert time.monotonic() - begin >= state.STATUS_INTERVAL_S
-    sign = read_heartbeat(paths.attempt_dir, 0)
-    assert sign is not None and sign.step == 2, "every call is a heartbeat"
-    writer.write_status("evaluating", step=2)
-    assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "evaluating", "step": 2}
+    folder = tmp_path / "attempts" / "3"
+    assert (paths.run_dir, paths.attempt, paths.is_again) == (tmp_path, 3, False)
+    assert paths.attempt_dir == paths.plan_dir == folder
+    (folder / "report.json").write_text("{}")
+    paths, again = state.run_paths(folder / "plan.json", started_at=NOW), folder / "again-20300102-030405"
+    assert paths.is_again and paths.attempt_dir == paths.run_dir == again
+    assert paths.resume_dir == tmp_path and paths.plan_dir == folder
 
 
 def line(step: int) -> StepMetrics:
@@ -182,15 +151,77 @@ def test_metrics_are_appended_line_by_line_on_one_rank_and_leave_out_what_was_no
     assert "eval_loss" not in lines[0] and "mfu" not in lines[0] and lines[0]["grad_norm"] is None
 
 
-def test_a_report_has_the_seconds_of_each_part_of_the_run(tmp_path, monkeypatch):
-    paths = state.run_paths(tmp_path / "attempts" / "1" / "plan.json", started_at=datetime.now(UTC))
-    paths.attempt_dir.mkdir(parents=True)
-    now = iter(range(0, 1000, 10))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
-    writer = state.ReportWriter(paths, rank=1)
-    phases = ("loading the model", f"{REFERENCE_PHASE}, 10 % done", "data", "backward", "evaluating", "training")
-    for phase in (*phases, SAVING_PHASE, SAMPLING_PHASE):
-        writer.beat(phase, step=1)
-    writer.write_report(make_report())
-    seconds = codec.read(paths.attempt_dir / "report-rank-1.json", Report).phases_s
-    assert seconds == {"steps": 30.0, "evaluation": 20.0, "saving": 10.0, "sample": 10.0}
+@pytest.fixture(autouse=True)
+def handlers_given_back() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_is_noted_and_ends_nothing(number: signal.Signals):
+    received = []
+    signal.signal(number, lambda *_: received.append(number))  # instead of the end of the tests, were it left alone
+    flag = install_stop_flag()
+    os.kill(os.getpid(), number)
+    assert flag.is_set and not received
+
+
+@pytest.mark.parametrize("is_supervised", [True, False])
+def test_ctrl_c_is_left_to_the_supervisor_if_there_is_one(is_supervised: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(SUPERVISED, raising=False)
+    if is_supervised:
+        monkeypatch.setenv(SUPERVISED, "1")
+    flag = install_stop_flag()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert flag.is_set is not is_supervised
+
+
+def test_a_rank_ends_at_its_start_if_its_launcher_has_ended_also_where_no_process_waited_for_it(tmp_path: Path):
+    """As in a container whose process 1 does not reap: the launcher stays in /proc."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as launcher:
+        record = record_of(launcher.pid)
+        assert record is not None
+        write_record(launcher_record(tmp_path, 0), record)
+        begin = "import sys; from pathlib import Path; from shardwise.trainer.runtime.run import process\n"
+        rank = [
+            sys.executable,
+            "-c",
+            f"{begin}process.die_with_launcher(Path(sys.argv[1])); print('works')",
+            str(tmp_path),
+        ]
+        assert subprocess.run(rank, check=True, capture_output=True).stdout == b"works\n"
+        launcher.kill()
+        while read_state(launcher.pid) != ("Z", record.start_time):
+            pass
+        answer = subprocess.run(rank, check=False, capture_output=True, text=True)
+    assert answer.returncode == 1 and "launcher of this rank has ended" in answer.stderr
+
+
+CLEANING = """
+import sys, time
+from pathlib import Path
+from shardwise.trainer.runtime.run.process import end_with_parent
+folder = Path(sys.argv[1])
+end_with_parent()
+try:
+    (folder / "ready").touch()
+    time.sleep(60)
+except SystemExit:
+    (folder / "cleaning").touch()
+    time.sleep(0.3)
+    (folder / "cleaned").touch()
+    raise
+"""
+
+
+def test_a_second_request_to_end_does_not_interrupt_the_cleaning(tmp_path: Path):
+    process = subprocess.Popen([sys.executable, "-c", CLEANING, str(tmp_path)])
+    for name in ("ready", "cleaning"):
+        while not (tmp_path / name).exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM and (tmp_path / "cleaned").exists()

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from optimizer_factory import tiny_llama
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.trainer.runtime.tools.extend_vocabulary import extend_vocabulary
@@ -36,17 +35,6 @@ def test_old_rows_and_the_logits_of_known_tokens_stay_to_the_bit(tmp_path, is_ti
     new, old = extended.get_input_embeddings().weight[48:], model.get_input_embeddings().weight
     assert (new.float() - old.float().mean(0)).abs().max() < 0.1 * old.float().std() + 1e-3
     assert len({tuple(row.tolist()) for row in new}) == 16
-
-
-def test_files_without_an_embedding_are_links_and_a_second_time_gives_the_same(tmp_path):
-    write_llama(tmp_path / "model", is_tied=False, shard_size="20KB")
-    for name in ("a", "b"):
-        extend_vocabulary(tmp_path / "model", 64, tmp_path / name)
-    links = [path for path in (tmp_path / "a").glob("*.safetensors") if path.is_symlink()]
-    assert 0 < len(links) < len(list((tmp_path / "a").glob("*.safetensors")))
-    for path in (tmp_path / "a").glob("*.safetensors"):
-        first, second = load_file(path), load_file(tmp_path / "b" / path.name)
-        assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_folder_without_an_embedding_of_that_size_is_refused_and_leaves_nothing(tmp_path):

@@ -3,8 +3,10 @@
 from itertools import pairwise
 
 import msgspec
+import pytest
 import torch
 
+from shardwise.launch.worker import ask
 from shardwise.trainer.runtime.tools.measure import (
     attention_flops_per_s,
     host_adam_bytes_per_s,
@@ -12,7 +14,9 @@ from shardwise.trainer.runtime.tools.measure import (
     memory_bytes_per_s,
     peer_copies,
 )
+from shardwise.trainer.runtime.tools.torch_check import _expands_segments
 from shardwise.trainer.spec.hardware import PeerCopy
+from shardwise.trainer.spec.messages.worker_requests import TorchFacts
 
 CPU = torch.device("cpu")
 
@@ -42,15 +46,6 @@ def test_a_figure_that_cannot_be_had_is_a_line_and_the_others_follow(monkeypatch
     assert last.rates.memory_bytes_per_s is not None
 
 
-def test_an_error_of_the_gpu_ends_the_measurement(monkeypatch):
-    def sick(*_: object, **__: object) -> object:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr("torch.mm", sick)
-    (last,) = measure(CPU, budget_s=0.01)
-    assert last.notes == ("matrix products: not measured, CUDA error: an illegal memory access was encountered",)
-
-
 def test_work_is_counted_as_it_is_done(monkeypatch):
     monkeypatch.setattr("shardwise.trainer.runtime.tools.measure.best_seconds", lambda work, device, budget_s: 2.0)
     assert memory_bytes_per_s(CPU, 4000, 1.0) == 4000  # read and written
@@ -68,12 +63,15 @@ def test_every_pair_is_tried_both_ways_and_entered_before_it_starts():
     assert all(copy.bytes_per_s is not None for copy in steps[-1])
 
 
-def test_a_copy_that_delivers_other_values_is_found(monkeypatch):
-    def corrupting(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        target[:] = source
-        target[-1] += 1
-        return target
+def test_the_check_describes_the_installed_torch():
+    facts = ask("shardwise.trainer.runtime.tools.torch_check", None, TorchFacts, subject="the check")
+    assert (facts.version, facts.cuda) == (torch.__version__, torch.version.cuda)
+    assert len(facts.devices) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", corrupting)
-    *_, last = peer_copies([CPU, CPU], budget_s=0.0)
-    assert [copy.is_correct for copy in last] == [False, False]
+
+@pytest.mark.parametrize(
+    ("kinds", "expands"), [([], None), ([True, True], True), ([True, False], False), ([True, None], None)]
+)
+def test_the_allocator_expands_segments_where_every_segment_is_an_expandable_one(kinds, expands, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": kind} for kind in kinds])
+    assert _expands_segments() is expands

@@ -14,7 +14,7 @@ from shardwise.trainer.runtime.data.chat.template import load_chat_template
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.sources import Chat
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
-from shardwise.trainer.runtime.tools.show_data import READ_BEGIN, READ_END, SHOWN_TOKENS, first_example, show
+from shardwise.trainer.runtime.tools.show_data import READ_BEGIN, READ_END, first_example, show
 from shardwise.trainer.spec.job.sections import LossOn
 
 
@@ -34,7 +34,7 @@ def row(tokenizer, folder):
     return renderer.render(Chat([user("What is\n2+2?"), assistant("It is four.")]))
 
 
-def test_without_a_terminal_each_stretch_stands_behind_its_name(row, tokenizer):
+def test_each_stretch_stands_behind_its_name_or_in_a_terminal_in_its_place(row, tokenizer):
     num_learned = sum(row.is_learned)
     assert show(row.ids, row.is_learned, tokenizer, width=80, colour=False).splitlines() == [
         f"{len(row.ids)} tokens: {num_learned} learned, {len(row.ids) - num_learned} only read",
@@ -45,21 +45,11 @@ def test_without_a_terminal_each_stretch_stands_behind_its_name(row, tokenizer):
         r"learned | It is four.<|im_end|>",
         r"read    | \n",
     ]
-
-
-def test_in_a_terminal_the_text_stays_in_place(row, tokenizer):
     lines = show(row.ids, row.is_learned, tokenizer, width=80, colour=True).splitlines()
     assert lines[1:] == [
         "\x1b[2m<|im_start|>user\x1b[0m", "\x1b[2mWhat is\x1b[0m", "\x1b[2m2+2?<|im_end|>\x1b[0m",
         "\x1b[2m<|im_start|>assistant\x1b[0m", "\x1b[1mIt is four.<|im_end|>\x1b[0m",
     ]  # fmt: skip
-
-
-def test_a_long_line_is_broken_at_the_width(tokenizer):
-    [ids] = tokenizer.encode(["weather " * 30])
-    lines = show(ids, None, tokenizer, width=50, colour=False).splitlines()[1:]
-    assert max(map(len, lines)) == 50
-    assert "".join(line[10:] for line in lines) == "weather " * 30
 
 
 def test_documents_of_a_packed_row_are_told_apart(tokenizer):
@@ -80,16 +70,6 @@ def test_control_characters_are_spelt_out(tokenizer):
     assert r"\x1b[31mb\r" in text.replace("\n        | ", "").replace("\nlearned | ", "")
 
 
-def test_of_prepared_data_the_first_example_is_shown_with_its_answer_as_learned(folder, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "What is two?", "completion": " It is four."}) + "\n")
-    settings = {"tokenizer": str(folder), "vocab_size": 1024, "seq_len": 64}
-    profile = prepare(listed_request(rows, cache_root=tmp_path / "cache", **settings), lambda _: None)
-    assert profile.cache_dir is not None
-    lines = first_example(Path(profile.cache_dir), width=80, colour=False).splitlines()
-    assert lines[1:] == ["read    | What is two?", "learned |  It is four.<|endoftext|>"]
-
-
 @pytest.mark.parametrize("colour", [False, True])
 def test_the_first_answer_is_shown_behind_a_long_prompt(folder, tmp_path, colour):
     rows = tmp_path / "rows.jsonl"
@@ -106,15 +86,3 @@ def test_the_first_answer_is_shown_behind_a_long_prompt(folder, tmp_path, colour
     assert "FIRST" in shown[: left_out.start()] and "LAST" in shown[left_out.end() :]
     assert ("\x1b[1m" if colour else "learned | ") + " It is four.<|endoftext|>" in shown
     assert "tokens more in this row" not in shown
-
-
-def test_what_is_shown_of_a_long_row_is_limited(folder, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "weather", "completion": " four" * 3000}) + "\n")
-    settings = {"tokenizer": str(folder), "vocab_size": 1024, "seq_len": 16384}
-    profile = prepare(listed_request(rows, cache_root=tmp_path / "cache", **settings), lambda _: None)
-    assert profile.cache_dir is not None
-    shown = first_example(Path(profile.cache_dir), width=80, colour=False)
-    total = int(shown.split()[0])
-    assert shown.endswith(f"... and {total - SHOWN_TOKENS} tokens more in this row")
-    assert len(shown) < 20 * SHOWN_TOKENS

@@ -1,21 +1,27 @@
 """A run that gains nothing more ends in order, with its best weights; a resumed one goes on counting."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from attempt_runs import losses_of, run_attempt
+from attempt_runs import losses_of, reset_accelerate, run_attempt
+from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
-from rank_factory import rank_plan
+from rank_factory import NUM_EVAL_ROWS, rank_plan, write_packed_rows, write_rows
 from safetensors.torch import load_file
 
-from shardwise.trainer.runtime.loop.objectives import evaluations_without_gain
+from shardwise.trainer.runtime.data.batches import eval_micro_batches
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.engines.accelerator import build_accelerator
+from shardwise.trainer.runtime.loop.objectives import evaluate, evaluations_without_gain
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.sections import CheckpointJob, EvalJob
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Evaluation
+from shardwise.trainer.spec.strategy import LossHead
 
 PATIENCE = 3
 NAN = float("nan")
@@ -32,7 +38,6 @@ def diverging(cache_dir: Path, *, num_steps: int = 40) -> Plan:
 
 
 def run(run_dir: Path, plan: Plan, *, number: int = 1, num_steps: int | None = None) -> tuple[Ending, RunState]:
-    """Runs an attempt in this process; stops it after so many steps."""
     return run_attempt(run_dir, plan, number=number, wants_stop=lambda state: state.step == num_steps)
 
 
@@ -100,14 +105,6 @@ def test_a_resumed_run_goes_on_counting(stalled, tmp_path, cache_dir):
     assert (ending, again.step, again.resumed_from_step) == (Ending.FINISHED, whole.step, whole.step)
 
 
-def test_a_run_that_gains_takes_all_its_steps_and_exports_the_last(tmp_path, cache_dir):
-    plan = rank_plan(cache_dir, num_steps=6, eval_every_steps=1, micro_batch=8, accumulation=1)
-    _, state = run(tmp_path / "stopping", stopping(plan, patience=2))
-    assert (state.step, state.incidents) == (6, [])
-    run(tmp_path / "plain", plan)
-    assert is_same_export(tmp_path / "plain", tmp_path / "stopping")
-
-
 def test_the_best_is_kept_for_an_early_stop_also_where_the_job_keeps_no_best(tmp_path, cache_dir, stalled):
     _, state = run(tmp_path, stopping(diverging(cache_dir), best=None))
     assert is_same_export(tmp_path, stalled[0])
@@ -129,3 +126,51 @@ def test_where_no_checkpoint_can_be_saved_the_best_is_exported_as_it_comes_and_t
     start = build_model(plan).state_dict()
     assert is_same_export(stopped, tmp_path / "short")
     assert not any(torch.equal(start[name], value) for name, value in exported(stopped).items())
+
+
+LIKELY = {**TINY_LLAMA, "tie_word_embeddings": True, "initializer_range": 0.2}  # a token is likely after itself
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    return {"rows": write_rows(folder / "rows"), "packed": write_packed_rows(folder / "packed")}
+
+
+def scored(plan: Plan) -> Evaluation:
+    reset_accelerate()
+    accelerator = build_accelerator(plan, ds_config=None)
+    model = build_model(plan)
+    rows = TokenRows.open(Path(plan.data.cache_dir), "eval")
+    found = evaluate(accelerator, model, rows, plan, step=3)
+    assert model.training, "as it was before"
+    return found
+
+
+def by_hand(plan: Plan) -> tuple[float, int, int]:
+    model = build_model(plan).eval()
+    rows = TokenRows.open(Path(plan.data.cache_dir), "eval")
+    loss, num_right, num_targets = 0.0, 0, 0
+    for batch in eval_micro_batches(rows, rank=0, num_ranks=1, micro_batch=1):
+        starts = [0] if batch.position_ids is None else (batch.position_ids[0] == 0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], batch.input_ids.shape[1]], strict=True):
+            with torch.no_grad():
+                logits = model(input_ids=batch.input_ids[:, start:end]).logits[0, :-1]
+            targets = batch.labels[0, start + 1 : end]
+            loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+            num_right += int((logits.argmax(-1) == targets).sum())
+            num_targets += int((targets != IGNORED_LABEL).sum())
+    return loss, num_right, num_targets
+
+
+@pytest.mark.parametrize("head", [LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED])
+@pytest.mark.parametrize(("cache", "micro_batch"), [("rows", 7), ("packed", 5)])
+def test_loss_perplexity_and_accuracy_are_exact(caches, cache, micro_batch, head):
+    plan = rank_plan(caches[cache], loss=head, micro_batch=micro_batch, model_config=LIKELY)
+    loss, num_right, num_targets = by_hand(plan)
+    found = scored(plan)
+    assert found.num_tokens == num_targets > NUM_EVAL_ROWS
+    assert found.loss == pytest.approx(loss / num_targets, abs=1e-6)
+    assert found.perplexity == pytest.approx(math.exp(loss / num_targets), rel=1e-6)
+    assert found.accuracy == pytest.approx(num_right / num_targets, abs=1e-12)
+    assert num_right > 0
