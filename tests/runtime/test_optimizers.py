@@ -409,3 +409,9 @@ def test_what_cannot_run_inside_backward_is_refused_in_words():
         check_in_backward(candidate(method=Method.GALORE, precision=Precision.FP16_MIXED), is_layerwise=True)
     with pytest.raises(InputError, match="not inside it"):
         build_optimizer(Optimizer.DEEPSPEED_CPU_ADAM, nn.Linear(2, 2), lr=1.0, weight_decay=0.0, in_backward=True)
+
+
+def test_the_scale_scales_the_projected_update_and_nothing_else():
+    (_, _, quarter), (_, _, whole) = (after_random_gradients(scale=scale) for scale in (0.25, 1.0))
+    expected = {name: (0.25 if "_proj" in name else 1.0) * update for name, update in whole.items()}
+    torch.testing.assert_close(quarter, expected, rtol=1e-5, atol=1e-6)

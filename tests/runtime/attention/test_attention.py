@@ -28,7 +28,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of
 from shardwise.trainer.runtime import attention
 from shardwise.trainer.runtime.attention.choice import check_attention
-from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel
+from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel, main
 from shardwise.trainer.runtime.attention.packed import ONE_BY_ONE, VARLEN
 from shardwise.trainer.runtime.models.build import make_trainable
 from shardwise.trainer.runtime.run.types import compute_type
@@ -36,7 +36,7 @@ from shardwise.trainer.runtime.tools.measure import attention_backend
 from shardwise.trainer.simulation.fake_device import FakeDeviceMode, as_if_available
 from shardwise.trainer.simulation.kernels import Kernels
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Report
@@ -257,3 +257,11 @@ def test_w59_transformers_groups_heads_for_any_chip_and_type():
 def test_w60_torch_does_not_disable_cudnns_attention(seen):
     """A canary, of a process that chose nothing: where torch has it off, `choose_attention_kernels` need not."""
     assert seen["has_cudnn"]
+
+
+@pytest.mark.skipif(import_utils.is_kernels_available(), reason="kernels is installed")
+def test_the_process_that_fetches_ends_with_the_code_of_its_error(capsys):
+    assert main([KERNEL]) == ExitCode.ENVIRONMENT
+    assert KERNEL in capsys.readouterr().err
+    assert main([]) == ExitCode.INPUT
+    assert "OWNER/flash-attn2@COMMIT" in capsys.readouterr().err

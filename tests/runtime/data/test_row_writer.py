@@ -100,13 +100,13 @@ def test_sources_of_different_weight_share_a_row_only_where_they_are_held_out(wr
 
 
 def test_a_prefix_before_a_mask_is_not_learned_and_data_that_is_learned_whole_has_no_mask(write, tmp_path):
-    assert write([masked([1], "x")], prefix=(8, 9), seq_len=9).learned == [[1, EOS]]
-    assert write(documents([1]), prefix=(8, 9), seq_len=9).learned == [[9, 1, EOS]]
     assert not write([masked([1, 2, 3], ".xx"), *documents([4, 5])], seq_len=9).rows.is_masked
     names = {"tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy", "layout.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert write([masked([1, 2, 3], "..x"), *documents([4, 5])]).rows.is_masked
     assert {path.name for path in tmp_path.iterdir()} == {*names, "learned.bin"}
+    assert write([masked([1], "x")], prefix=(8, 9), seq_len=9).learned == [[1, EOS]]
+    assert write(documents([1]), prefix=(8, 9), seq_len=9).learned == [[9, 1, EOS]]
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

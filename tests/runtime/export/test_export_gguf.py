@@ -245,3 +245,10 @@ def test_a_missing_package_for_onnx_is_named_with_the_line_that_installs_it(monk
     with pytest.raises(EnvironmentFaultError, match="onnxscript ") as caught:
         check_onnx_installed()
     assert set(requirements_in(str(caught.value), tmp_path)) == {"onnx", "onnxscript", "onnxruntime"}
+
+
+def test_a_template_that_is_none_of_ours_is_not_translated(tmp_path):
+    tokenizer = metaspace_folder(tmp_path / "tokenizer")
+    (tokenizer / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    text, note = written.modelfile("m.gguf", tokenizer, adds_bos=True)
+    assert "TEMPLATE" not in text and "TEMPLATE" in note

@@ -204,3 +204,13 @@ def test_adapters_on_experts_are_merged_and_are_found_again_by_peft(method, tmp_
     described = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert sorted(described["target_parameters"]) == ["down_proj", "gate_up_proj"]
     assert sorted(described["target_modules"]) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
+def test_adapters_of_a_base_that_was_made_up_are_merged_into_it_and_not_compared_without(tmp_path):
+    plan = run_of(None, Method.LORA)
+    run_dir = save_run(tmp_path / "run", plan)
+    export(run_dir, tmp_path / "out", merge=True)
+    expected = trained_logits(run_dir, plan)
+    assert check.relative_difference(expected, plain_logits(tmp_path / "out")) < check.SAME
+    done = export(run_dir, tmp_path / "adapters")
+    assert done.checks == () and "--merge" in done.notes[0]

@@ -155,3 +155,9 @@ def test_a_plan_refuses_the_setting_where_nothing_can_be_added():
     check_job(job, balanced, data_of(), ())
     with pytest.raises(InputError, match="dpo exclude each other"):
         check_job(job, balanced, data_of(format=DataFormat.PREFERENCE), ())
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama"])
+def test_a_model_without_such_a_loss_is_refused(model_type):
+    with pytest.raises(InputError, match=f"transformers has no such loss for {model_type}"):
+        RouterLoss(zoo.model_of(model_type))

@@ -312,3 +312,19 @@ def test_dropout_of_the_model_is_off_and_that_of_adapters_stays():
     inject_adapter_in_model(lora, gpt2)
     turn_dropout_off(gpt2)
     assert not torch.equal(gpt2(ids).logits, gpt2(ids).logits)
+
+
+def test_another_attempt_from_the_start_reads_the_reference_of_the_first_and_a_trial_runs_none(tmp_path, cache_dir):
+    plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
+    run(tmp_path / "trial", replace(plan, is_trial=True))
+    assert not (tmp_path / "trial" / "reference.safetensors").exists()
+    run(tmp_path, plan)
+    path = tmp_path / "reference.safetensors"
+    before = path.stat().st_mtime_ns
+    run(tmp_path, plan, number=2)
+    assert path.stat().st_mtime_ns == before
+    path.write_bytes(b"foreign")
+    run(tmp_path, plan, number=3)
+    assert path.stat().st_size > 100, "run anew"
+    first, second, third = (losses_of(tmp_path)[start : start + 2] for start in (0, 2, 4))
+    assert first == second == third

@@ -197,3 +197,23 @@ def test_a_real_forward_retains_the_outputs_of_its_modules():
     assert retained == expected
     assert profile_step.block_names(model) == ["layers.0"]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory(capped):
+    assert memory.is_out_of_memory(RuntimeError("can't start new thread"))
+
+
+BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.10")
+
+
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        ("model.layers.1.mlp.down_proj", (1, "mlp.down_proj")),
+        ("model.layers.10.mlp", (2, "mlp")),  # not of block 1, whose name it begins with
+        ("model.layers.0", (0, "the block itself")),
+        ("model.norm", (None, "model.norm")),
+    ],
+)
+def test_a_module_is_named_by_its_place(module, place):
+    assert profile_step.within_block(module, BLOCKS) == place

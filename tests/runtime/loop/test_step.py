@@ -76,14 +76,16 @@ class Training:
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(1, 8), (3, 3)])
 def test_the_loss_does_not_depend_on_how_rows_fall_on_micro_batches(cache_dir, micro_batch, accumulation):
-    trained = [
-        Training(rank_plan(cache_dir, micro_batch=a, accumulation=b)) for a, b in ((8, 1), (micro_batch, accumulation))
-    ]
-    whole, parts = (training.run(4) for training in trained)
+    results, weights = [], []
+    for shape in ((8, 1), (micro_batch, accumulation)):
+        training = Training(rank_plan(cache_dir, micro_batch=shape[0], accumulation=shape[1]))
+        results.append(training.run(4))
+        weights.append(training.weights())
+    whole, parts = results
     assert [result.loss for result in parts] == pytest.approx([result.loss for result in whole], abs=1e-6)
     assert [result.grad_norm for result in parts] == pytest.approx([result.grad_norm for result in whole], abs=1e-5)
     assert [result.num_targets for result in parts] == [result.num_targets for result in whole]
-    for ours, theirs in zip(*(training.weights() for training in trained), strict=True):
+    for theirs, ours in zip(*weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
@@ -105,9 +107,9 @@ def losses_of_repeated_micro_batch(cache_dir: Path, steps: tuple[int, ...], *, d
     training = Training(rank_plan(cache_dir, micro_batch=4, accumulation=3, model_config=config))
     losses: list[float] = []
     training.model.register_forward_hook(lambda _model, _inputs, loss: losses.append(float(loss.detach())))
-    (micro_batch, *_), num_targets = training.micro_batches()
+    (micro_batch, *_), _ = training.micro_batches()
     for step in steps:
-        training.take([micro_batch] * 3, num_targets, step=step, lr=0.0)
+        training.take([micro_batch] * 3, 3 * micro_batch.num_targets, step=step, lr=0.0)
     return [losses[start : start + 3] for start in range(0, len(losses), 3)]
 
 

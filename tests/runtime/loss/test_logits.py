@@ -17,6 +17,7 @@ from zoo import NUM_IDS, config_of, model_of
 
 from shardwise.trainer.runtime.loss import IGNORED, LogitsRule, LossOutput, install_loss_head, logits_rule, shift
 from shardwise.trainer.simulation.documents import RowFindings, measure_rows
+from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import LossHead
 
 IDS = torch.randint(3, NUM_IDS, (3, 20), generator=torch.Generator().manual_seed(1))
@@ -169,3 +170,10 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config)
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def test_a_head_that_multiplies_hidden_states_is_refused_for_logits_of_the_models_own():
+    with pytest.raises(
+        InputError, match=r"^pin\.loss: BertLMHeadModel computes logits of its own; use pin\.loss=eager$"
+    ):
+        install_loss_head(model_of("bert"), LossHead.CHUNKED, chunk_tokens=None)

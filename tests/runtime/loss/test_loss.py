@@ -1,21 +1,18 @@
 """The loss heads against transformers' own loss, and what they keep alive."""
 
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from estimate_factory import this_cpu
 from pasted_pip import requirements_in
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.trainer.runtime import loss as losses
-from shardwise.trainer.runtime.loop.memory_profile import _memory_events, highest_rise
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.strategy import LossHead
 
 VOCAB, WIDTH, HIDDEN = 96, 20, 32
@@ -142,33 +139,6 @@ def test_heads_know_caps_and_biases(slice_of, head, size, softcap, output):
     assert_same(found, expected)
 
 
-def peak_and_rest(linear: nn.Linear, hidden: torch.Tensor, loss_of: Callable[[], torch.Tensor]) -> tuple[int, int]:
-    """Allocator events of forward and backward: the highest rise in bytes, and the bytes that stay."""
-    linear(hidden)  # whatever is made once
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        loss_of().sum().backward()
-    events = list(_memory_events(profile))
-    return highest_rise(events)[0], sum(num_bytes for _, num_bytes in events)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", [200, 1024])
-def test_the_fused_head_keeps_the_logits_once(dtype, num_tokens):
-    """Against the closed form in the module's docstring, within 10 %."""
-    vocab, hidden_size, c = 4000, 64, dtype.itemsize
-    torch.manual_seed(0)
-    linear = nn.Linear(hidden_size, vocab, bias=False).to(dtype)
-    hidden = torch.randn(num_tokens, hidden_size).to(dtype).requires_grad_()
-    targets = torch.randint(0, vocab, (num_tokens,))
-    peak, rest = peak_and_rest(linear, hidden, lambda: losses.FusedLoss.apply(linear(hidden), targets, None))
-    logits, in_slice = c * vocab * num_tokens, 4 * vocab * min(num_tokens, losses.FUSED_SLICE_TOKENS)
-    products = c * (vocab * hidden_size + num_tokens * hidden_size)
-    apart = 4 if dtype is torch.bfloat16 and this_cpu().sums_bf16_apart else 0  # bytes an element of a product
-    expected = logits + max(in_slice, products + apart * vocab * hidden_size, apart * vocab * num_tokens)
-    assert peak == pytest.approx(expected, rel=0.1)
-    assert rest == pytest.approx(products, rel=0.05)  # the gradients; nothing of the logits is left
-
-
 def test_fused_linear_names_the_missing_package(monkeypatch, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match=r"GPU.*pin\.loss=fused"):
@@ -286,3 +256,17 @@ def test_liger_has_a_score_and_no_rows():
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=0)
     with pytest.raises(InputError, match=r"DPO.*pin\.loss=chunked"):
         models[0](input_ids=IDS, labels=LABELS, output=losses.LossOutput.ROWS)
+
+
+def test_the_chunked_head_adds_the_gradient_of_the_head_in_fp32_under_bf16():
+    found = outputs_of(build(LossHead.CHUNKED, 3, dtype=torch.bfloat16))
+    assert found["lm_head.weight"].dtype is torch.bfloat16
+    assert_near_in_16_bit(found)
+
+
+@pytest.mark.usefixtures("liger")
+@pytest.mark.parametrize(("compiler", "package"), [("no-such-cc", "gcc"), ("false", "python3")])
+def test_ligers_kernels_need_a_c_compiler_and_pythons_headers(monkeypatch, compiler, package):
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(EnvironmentFaultError, match=rf"pin\.loss(.|\n)*apt install {package}"):
+        build(LossHead.FUSED_LINEAR)

@@ -1,5 +1,6 @@
 """Weights tensor by tensor, drawn or read from a folder: bit by bit those of a model that is built as a whole."""
 
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     modeling_utils,
@@ -24,6 +26,7 @@ from transformers import (
 from shardwise.launch.inputs.model_check import is_usual
 from shardwise.launch.inputs.weight_files import check_weights
 from shardwise.trainer.runtime.export import folder as export_folder
+from shardwise.trainer.runtime.models import weight_files
 from shardwise.trainer.runtime.models.build import model_from_config
 from shardwise.trainer.runtime.models.meta_model import (
     MetaModel,
@@ -316,3 +319,32 @@ def test_a_run_whose_disk_lies_fails_with_its_checkpoint_and_keeps_no_export(met
     assert not [path for path in (tmp_path / "run").iterdir() if "export" in path.name]
     retained = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert load_file(next(retained.glob("*.safetensors")))
+
+
+def test_weights_that_a_model_keeps_in_fp32_are_read_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["layernorm"])
+    write_folder(tmp_path, LLAMA)
+    model = loaded(tmp_path, torch.bfloat16)
+    skeleton = skeleton_of(tmp_path, torch.bfloat16).model
+    types = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
+    assert types == {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert set(types.values()) == {torch.float32, torch.bfloat16}
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    write_folder(tmp_path, LLAMA, max_shard_size=2**30)
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
+        skeleton_of(tmp_path)
+
+
+@pytest.mark.parametrize("row", [0, 6, 19])
+def test_a_tensor_is_read_in_slices_to_its_end(row, tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "SLICE_BYTES", 7 * 3 * 4)  # 20 rows of it are three slices
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    check_written(tmp_path, WEIGHTS)
+    other = WEIGHTS["a"].clone()
+    other[row, 1] += 1
+    with pytest.raises(EnvironmentFaultError, match="a has other values"):
+        check_written(tmp_path, WEIGHTS | {"a": other})

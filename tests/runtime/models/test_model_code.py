@@ -17,14 +17,15 @@ from shardwise.trainer.runtime.data.documents import check_documents_apart
 from shardwise.trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
 from shardwise.trainer.runtime.export.folder import write_model_folder
 from shardwise.trainer.runtime.export.run import plan_on
-from shardwise.trainer.runtime.models.build import build_meta_model, build_model
+from shardwise.trainer.runtime.memory.recomputation import blocks_of
+from shardwise.trainer.runtime.models.build import build_meta_model, build_model, build_trainable
 from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_code
 from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Attention
+from shardwise.trainer.spec.strategy import Attention, Checkpointing
 
 IDS = prompt_ids(320)
 CPU = torch.device("cpu")
@@ -151,3 +152,17 @@ def test_what_transformers_copies_goes_into_a_folder_of_its_own_that_goes(tmp_pa
     assert str(tmp_path / "users") == modules.HF_MODULES_CACHE
     assert "tiny_custom" in CONFIG_MAPPING, "the run's own classes are back"
     assert not (folder / "__pycache__").exists()
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.FULL, Checkpointing.ATTENTION, Checkpointing.SELECTIVE])
+def test_blocks_that_are_plain_modules_are_recomputed_with_the_same_gradients(checkpointing, tmp_path):
+    folder = write_custom_model(tmp_path / "tiny")
+    retained = build_model(plan_with(folder))
+    recomputed, installed = build_trainable(plan_with(folder, checkpointing=checkpointing))
+    gradients = []
+    for model in (retained, recomputed):
+        model(input_ids=IDS, labels=IDS).backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert [type(block).__name__ for block in blocks_of(recomputed)] == ["TinyBlock"] * 2
+    assert [(each.num_forwards, each.num_repeats) for each in installed.recomputations] == [(1, 1)] * 2

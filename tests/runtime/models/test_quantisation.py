@@ -389,3 +389,10 @@ def test_a_scored_or_generated_row_has_no_noise():
     run.model(input_ids=ids)  # as generation calls it
     assert torch.equal(run.embedded, run.model.get_input_embeddings().weight.detach()[ids])
     assert noise_facts(run.model) == {"embedding noise": "NEFTune, alpha 5, added in 0 forwards"}
+
+
+def test_a_model_whose_loss_is_another_is_not_trained() -> None:
+    plan = plan_with(Method.FULL)
+    shape = replace(plan.model_shape, model_type="granite", loss_obstacle="its logits are divided")
+    with pytest.raises(InputError, match=r"^granite cannot be trained: its logits are divided$"):
+        build_model(replace(plan, model_shape=shape))

@@ -349,3 +349,12 @@ def test_every_format_that_transformers_registers_is_decoded_kept_or_refused():
     assert decoded == {"fp8", "mxfp8", "mxfp4"}
     assert {name for name, each in treatments.items() if each is Treatment.ADAPTED} == {"bitsandbytes_4bit"}
     assert len(treatments) > 20
+
+
+def test_4_bit_tensors_that_are_no_matrices_of_the_model_are_refused(tmp_path):
+    folder = as_bnb(save_new(tmp_path / "base", LLAMA), tmp_path / "stored")
+    config = {**saved_config(folder), "intermediate_size": 80}
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = Packing(quant=Quant.NF4_DQ, compute=torch.bfloat16, storage=torch.uint8, works_on=CPU, lives_on=CPU)
+    with pytest.raises(InputError, match=r"has shape .* of different models"):
+        loaded(folder, torch.bfloat16, kept)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_plan_factory import TINY_LLAMA
+from engine_plan_factory import TINY_LLAMA, engine_plan
+from msgspec.structs import replace
 from pasted_pip import requirements_in
+from planning_factory import fp8_gain_of
 from rank_factory import rank_plan
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,9 +21,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.runtime.models.methods import add_adapters
 from shardwise.trainer.runtime.precision import fp8
-from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, time_shapes
+from shardwise.trainer.runtime.run.process import run_request
+from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, measure_gain, time_shapes
+from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LoraJob
+from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
+from shardwise.trainer.spec.plan import Fp8Gain
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision
 
 FACTORIES = Path(__file__).parents[2] / "factories"
@@ -274,3 +281,22 @@ def test_each_shape_runs_in_both_types(te):
     assert all(each.bf16_s > 0 and each.fp8_s > 0 for each in times)
     assert te.COUNTS["fp8 products with gradients"] == 4 * len(shapes), "one to warm up, three timed"
     assert not any(name.startswith("16 bit") for name in te.COUNTS)
+
+
+def test_without_a_gpu_the_result_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path, out = tmp_path / "request.json", tmp_path / "answer.json"
+    codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
+    assert run_request([str(path)], Fp8GainRequest, measure_gain) == 2
+    assert run_request([str(path), str(out)], Fp8GainRequest, measure_gain) == 0
+    result = codec.read(out, Fp8Gain)
+    assert (result.recipe, result.tokens, result.shapes) == (Fp8Recipe.CURRENT, 4096, ())
+    assert result.problem is not None and "CUDA" in result.problem
+
+
+def test_the_report_of_a_run_in_fp8_has_what_was_timed_before_it():
+    gain = fp8_gain_of(1.31)
+    run = replace(engine_plan(Sharding.NONE, precision=Precision.FP8), fp8_gain=gain)
+    assert "1.31x" in fp8.timed_facts(run)["fp8 gain"]
+    assert fp8.timed_facts(replace(run, fp8_gain=None)) == {}
+    assert fp8.timed_facts(replace(engine_plan(Sharding.NONE, precision=Precision.BF16_MIXED), fp8_gain=gain)) == {}

@@ -225,3 +225,10 @@ def test_a_second_request_to_end_does_not_interrupt_the_cleaning(tmp_path: Path)
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM and (tmp_path / "cleaned").exists()
+
+
+@pytest.mark.parametrize("level", [2.0, 1e-6, 0.0])
+def test_where_nothing_varies_a_little_more_is_no_spike(level):
+    record = state.SpikeRecord(losses=(level,) * state.WINDOW_STEPS)
+    assert state.find_fault(record, loss=level * 1.11, grad_norm=None, skips_spikes=True) is None
+    assert state.find_fault(record, loss=level * 1.13 + 1e-3, grad_norm=None, skips_spikes=True) is not None

@@ -217,3 +217,11 @@ def test_at_a_terminal_ctrl_c_ends_the_answer_and_then_the_program(base, tokeniz
         process.kill()
         process.wait()
         os.close(leader)
+
+
+def test_a_line_without_a_template_begins_as_a_document_of_the_training_did(runs, interrupts):
+    chat_model = load_chat_model(runs(Method.FULL, "plain"), checkpoint="last")
+    prompts = prompts_of(chat_model)
+    (opening,) = chat_model.tokenizer("<|im_start|>", add_special_tokens=False)["input_ids"]
+    Conversation(chat_model._replace(prefix=(opening,)), GREEDY, None, interrupts).answer("row 1")
+    assert prompts == ["<|im_start|>row 1"]

@@ -75,3 +75,23 @@ def test_the_check_describes_the_installed_torch():
 def test_the_allocator_expands_segments_where_every_segment_is_an_expandable_one(kinds, expands, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": kind} for kind in kinds])
     assert _expands_segments() is expands
+
+
+def test_an_error_of_the_gpu_ends_the_measurement(monkeypatch):
+    def sick(*_: object, **__: object) -> object:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("torch.mm", sick)
+    (last,) = measure(CPU, budget_s=0.01)
+    assert last.notes == ("matrix products: not measured, CUDA error: an illegal memory access was encountered",)
+
+
+def test_a_copy_that_delivers_other_values_is_found(monkeypatch):
+    def corrupting(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        target[:] = source
+        target[-1] += 1
+        return target
+
+    monkeypatch.setattr(torch.Tensor, "copy_", corrupting)
+    *_, last = peer_copies([CPU, CPU], budget_s=0.0)
+    assert [copy.is_correct for copy in last] == [False, False]
