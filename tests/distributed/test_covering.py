@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from attempt_runs import engaged_of, losses_of
+from attempt_runs import losses_of
 from covering_factory import IN_BACKWARD, PRECISIONS, Point, core, points
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from outcome_file import Difference, record_differences
@@ -151,23 +151,6 @@ def test_a_point_trains_like_the_plain_run_of_its_update(point, folder):
     found, expected = losses_of_both(point, folder)
     assert expected[-1] < expected[0] or point.optimizer in (Optimizer.LOMO, Optimizer.SGD)
     assert found == pytest.approx(expected, abs=tolerance(point))
-
-
-@each_point
-def test_a_point_is_what_its_plan_says(point, folder):
-    verified = engaged_of(folder / name_of(*runs_of(point)[0]))
-    assert verified.world_size == point.num_ranks
-    assert verified.precision == point.precision
-    assert verified.loss == point.loss
-    assert verified.accumulation == point.accumulation
-    assert (verified.checkpointed_blocks > 0) is (point.checkpointing is not Checkpointing.NONE)
-    assert (verified.sharded_parameters > 0) is point.sharding.shards_weights
-    assert (verified.partition_elements is not None) is point.sharding.shards_optimizer
-    facts = verified.facts
-    assert point.activation_offload is ("in host RAM" in facts.get("activation_offload", ""))
-    assert ("4-bit layers" in facts) is (point.method is Method.QLORA)
-    assert ("adapters" in facts) is point.method.freezes_base
-    assert ("projectors" in facts) is (point.method is Method.GALORE)
 
 
 @pytest.mark.cold

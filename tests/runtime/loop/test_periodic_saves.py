@@ -17,7 +17,7 @@ from shardwise.trainer.runtime.checkpoint import NonFiniteStateError, Ranks
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, steps_in
 from shardwise.trainer.runtime.checkpoint.load import checkpoint_digest
 from shardwise.trainer.runtime.loop import saving
-from shardwise.trainer.runtime.loop.saving import SaveTimer, poll_save, save_state, settle_save
+from shardwise.trainer.runtime.loop.saving import SaveTimer, save_state, settle_save
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -48,23 +48,6 @@ def test_a_run_that_saves_in_the_background_has_the_same_checkpoints(cache_dir, 
     run_attempt(tmp_path / "waiting", plan_of(cache_dir, is_async=False))
     assert list(digests(tmp_path / "background")) == [2, 4, 6]
     assert digests(tmp_path / "background") == digests(tmp_path / "waiting")
-
-
-def test_a_background_save_is_committed_before_the_next_and_holds_its_own_step(cache_dir, tmp_path):
-    session, again = (session_of(tmp_path / name, plan_of(cache_dir)) for name in ("run", "again"))
-    state = session.state
-    for step in (1, 2):
-        state.step = again.state.step = step
-        for each in (session, again):
-            next(each.model.parameters()).data.fill_(float(step))
-        save_state(session, f"step {step}", in_background=True)
-        save_state(again, f"step {step}")
-        assert state.checkpoint == (None if step == 1 else "checkpoints/step-00000001")
-    next(session.model.parameters()).data.fill_(3.0)
-    settle_save(session)
-    assert state.checkpoint == "checkpoints/step-00000002"
-    assert not poll_save(session), "no save is pending"
-    assert digests(tmp_path / "run") == digests(tmp_path / "again")
 
 
 def test_a_save_that_fails_in_the_background_is_an_incident_and_the_older_one_stays(cache_dir, tmp_path):
