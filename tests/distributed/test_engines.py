@@ -46,7 +46,7 @@ def plan_of(case: str, cache_dir: Path) -> Plan:
     settings["reduce_every_micro_batch"] = "every" in form
     settings["train"] = {"check_first_steps": "unchecked" not in form}
     if sharding is Sharding.HSDP:
-        settings |= {"num_ranks": 4, "micro_batch": 1, "shard_group": 2 if form else None}
+        settings |= {"num_ranks": 4, "micro_batch": 1, **({"shard_group": 2} if form else {})}
     plan = rank_plan(
         cache_dir, sharding, num_steps=NUM_STEPS, accumulation=2, eval_every_steps=NUM_STEPS,
         **{"num_ranks": 2, **settings},

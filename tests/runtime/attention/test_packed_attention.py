@@ -353,7 +353,7 @@ def test_flash_attn_is_told_the_documents_of_every_row(flash_attn, name):
     for row, part in CHANGED:
         other[row, part] = torch.randint(3, 200, (part.stop - part.start,))
     # transformers looks for a Linear to tell the type that fp32 is cast to, and GPT-2 has none in its attention.
-    dtype = torch.float64 if name == "gpt2" else torch.float32
+    dtype: Any = torch.float64 if name == "gpt2" else torch.float32
     model = build(name, flash_attn).to(dtype)
     install_loss_head(model, LossHead.EAGER, chunk_tokens=None)
     with torch.no_grad():

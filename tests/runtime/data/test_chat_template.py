@@ -141,7 +141,8 @@ def test_an_alarm_that_is_set_while_a_template_is_rendered_stays():
             return ""
 
     before = signal.getsignal(signal.SIGALRM)
-    ChatTemplate("{{ messages[0].content }}", TOKENS).render([user(Alarm())])
+    alarm: Any = Alarm()
+    ChatTemplate("{{ messages[0].content }}", TOKENS).render([user(alarm)])
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
