@@ -78,6 +78,12 @@ def test_what_runs_as_planned_is_reported(built):
     assert (verified.sharded_parameters, verified.partition_elements, verified.backend) == (0, None, None)
 
 
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16, Precision.FP16_MIXED])
+def test_a_precision_of_16_bit_is_named_as_it_runs(precision):
+    with session(precision=precision) as (model, optimizer, accelerator, installed, chosen):
+        assert verify_engine(accelerator, model, optimizer, installed, chosen).precision == precision
+
+
 def difference(what: str, planned: object, found: object) -> str:
     first, second = (rf"(?<!\w){re.escape(str(value))}(?!\w)" for value in (planned, found))
     return rf"(?m)^{what}: .*{first}.*{second}"
