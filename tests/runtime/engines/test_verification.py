@@ -44,6 +44,7 @@ from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, 
 @contextmanager
 def session(**engine: Any) -> Iterator[tuple]:
     """What one process builds for a plan, in the order in which a rank does."""
+    reset_accelerate()
     plan = rank_plan(Path("nowhere"), accumulation=2, **engine)
     chosen = plan.chosen
     accelerator = build_accelerator(plan, ds_config=None)
@@ -76,12 +77,6 @@ def test_what_runs_as_planned_is_reported(built):
         "fp32", "chunked", "sdpa", 2,
     )  # fmt: skip
     assert (verified.sharded_parameters, verified.partition_elements, verified.backend) == (0, None, None)
-
-
-@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16, Precision.FP16_MIXED])
-def test_a_precision_of_16_bit_is_named_as_it_runs(precision):
-    with session(precision=precision) as (model, optimizer, accelerator, installed, chosen):
-        assert verify_engine(accelerator, model, optimizer, installed, chosen).precision == precision
 
 
 def difference(what: str, planned: object, found: object) -> str:
@@ -161,6 +156,12 @@ def test_what_runs_beside_the_plan_is_seen():
         replaced = dataclasses.replace(installed, fused=FusedKernels(num_norms=5, num_gates=2))
         with pytest.raises(EnvironmentFaultError, match=difference("fused kernels", "True", "False")):
             verify_engine(accelerator, model, optimizer, replaced, planned)
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16, Precision.FP16_MIXED])
+def test_a_precision_of_16_bit_is_named_as_it_runs(precision):
+    with session(precision=precision) as (model, optimizer, accelerator, installed, chosen):
+        assert verify_engine(accelerator, model, optimizer, installed, chosen).precision == precision
 
 
 @contextmanager
