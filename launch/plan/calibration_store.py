@@ -21,6 +21,7 @@ from shardwise.trainer.planning.speed.files import export_volume
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidate, Plan, RecordSource
+from shardwise.trainer.spec.strategy import Checkpointing
 
 if TYPE_CHECKING:
     from shardwise.trainer.spec.report import Report
@@ -126,6 +127,7 @@ def record_of_run(
         transformers=plan.versions.get("transformers"),
         is_compiled=is_compiled if ran.compile else None,
         not_compiled=not_compiled,
+        moves_activations=ran.activation_offload and ran.checkpointing is Checkpointing.NONE,
         start_up_s=times.start_up_s,
         saved_bytes_per_s=times.saved_bytes_per_s,
         exported_bytes_per_s=times.exported_bytes_per_s,

@@ -65,7 +65,8 @@ def upper_end(context: PlanningContext, candidate: Candidate) -> float:
 
 def compared_seconds(context: PlanningContext, candidate: Candidate) -> float:
     configuration = candidates.configuration_of(context, candidate)
-    return candidates.priced(context, configuration, upper_end(context, candidate), candidate.memory.need_bytes)
+    seconds = candidates.compared_seconds(context, configuration, candidate.speed.step_s)
+    return candidates.priced(context, configuration, seconds, candidate.memory.need_bytes)
 
 
 def test_the_fastest_comes_first_by_the_upper_end_of_its_range(plan: Plan) -> None:

@@ -103,6 +103,7 @@ class Corrections(Value, frozen=True, kw_only=True):
     tried: dict[str, float] = {}  # strategies that a trial of this job timed: a further factor of their step time
     untried: float = 1.0  # the same for the other strategies
     not_compiled: str | None = None  # why blocks of this model failed to compile with these versions
+    has_moved_activations: bool = False  # a run kept all activations in host RAM: its time includes the copies
     times: LearnedTimes = NO_TIMES  # what no formula has: the start-up, and the rate of the files
 
     def of(self, strategy: Strategy, method: Method) -> Correction:
@@ -150,6 +151,7 @@ def corrections_of(
         by_precision=corrections,
         num_unused=len(calibration.records) - len(usable),
         not_compiled=_not_compiled(calibration, shape, transformers=versions.get("transformers")),
+        has_moved_activations=any(record.moves_activations for record in usable),
         times=_learned_times([record for record in calibration.records if _is_comparable(record, shape)]),
     )
 

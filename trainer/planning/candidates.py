@@ -210,13 +210,28 @@ APPROXIMATE = 0.10  # of the time, that an update which is not exact must gain: 
 
 
 def upper_seconds(context: PlanningContext, configuration: Configuration, step_s: float) -> float:
-    """The upper end of the range of a predicted step with its share of the start-up: what a search compares.
+    """The upper end of the range of a predicted step with its share of the start-up.
 
     So of two configurations the one whose prediction is less certain must be predicted faster by the difference, and
     one that the job allows though it changes the update by `APPROXIMATE` more.
     """
     seconds = step_s + start_up_share(context, configuration)
     return seconds * (1 + prediction_error(configuration) + (0 if configuration.is_exact else APPROXIMATE))
+
+
+# Times as long: what several cards take host RAM for must gain more than the errors of both predictions.
+HOST_PRICE = (1 + UNCOMPARED_ERROR) ** 2
+
+
+def host_price(context: PlanningContext, configuration: Configuration) -> float:
+    """`HOST_PRICE` of state or activations in host RAM, of which the cards of a node share one; 1 on a single card."""
+    takes_host = configuration.strategy.offload is not Offload.NONE or configuration.activation_offload
+    return HOST_PRICE if takes_host and configuration.num_ranks > 1 and not context.is_cpu else 1.0
+
+
+def compared_seconds(context: PlanningContext, configuration: Configuration, step_s: float) -> float:
+    """The `upper_seconds` by which configurations are ordered, with the price of host RAM."""
+    return upper_seconds(context, configuration, step_s) * host_price(context, configuration)
 
 
 FULL_CARD = (
@@ -233,7 +248,7 @@ def roomy_need(context: PlanningContext, configuration: Configuration) -> float:
 
 
 def priced(context: PlanningContext, configuration: Configuration, seconds: float, need_bytes: int) -> float:
-    """The `upper_seconds` of a configuration with this need, with the price of a full card."""
+    """The `compared_seconds` of a configuration with this need, with the price of a full card."""
     return seconds if need_bytes <= roomy_need(context, configuration) else seconds * (1 + FULL_CARD_PRICE)
 
 

@@ -58,6 +58,11 @@ class PlanningContext(Value, frozen=True, kw_only=True, dict=True):
         return min(known) if known else None
 
     @cached_property
+    def knows_host_copies(self) -> bool:
+        """True if copies between this machine's RAM and its devices were measured, or a run here depended on them."""
+        return self.hardware.rates.host_to_device_bytes_per_s is not None or self.corrections.has_moved_activations
+
+    @cached_property
     def nvme_bytes(self) -> int | None:
         """Bytes that offload may write under limits.nvme.path, or None if unknown."""
         nvme = self.job.limits.nvme

@@ -117,7 +117,7 @@ def _reached(
         )
         for row in one_a_kind(rows)
         for checkpointing in checkpointings(context)
-        for offloads in activation_offloads(context)
+        for offloads in activation_offloads(context, checkpointing)
     ]
     configurations = [configuration for start in starts if (configuration := reach(context, start)) is not None]
     is_sequence = reach is _longest
@@ -243,7 +243,7 @@ def _smallest_start(context: PlanningContext, row: Strategy) -> Configuration:
     start = first_start(context, row)
     return replace(
         start,
-        activation_offload=activation_offloads(context)[-1],
+        activation_offload=activation_offloads(context, start.checkpointing)[-1],
         loss_chunk_tokens=chunk_sizes(context.shape, start.loss)[-1],
     )
 

@@ -19,7 +19,14 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.calibrate import Corrections, after_trials, corrections_of
-from shardwise.trainer.planning.candidates import WISHED_HOURS, configuration_of, run_hours, upper_seconds
+from shardwise.trainer.planning.candidates import (
+    HOST_PRICE,
+    WISHED_HOURS,
+    compared_seconds,
+    configuration_of,
+    run_hours,
+    upper_seconds,
+)
 from shardwise.trainer.planning.configuration import group_sizes
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
@@ -303,7 +310,7 @@ def _rank_methods(
             if position > beats[0]:
                 break
             if position == beats[0]:
-                known_seconds = beats[1] * context.schedule.sequences_per_step
+                known_seconds = HOST_PRICE * beats[1] * context.schedule.sequences_per_step
         rankings[method] = ranked(method, known_seconds) if is_requested else survey(context)
         if is_requested and rankings[method].candidates:
             hours[method] = run_hours(context, rankings[method].candidates[0])
@@ -330,7 +337,7 @@ def _without_streaming(contexts: Mapping[Method, PlanningContext], rankings: Map
 
     def seconds(method: Method) -> float:
         context, candidate = contexts[method], rankings[method].candidates[0]
-        return upper_seconds(context, configuration_of(context, candidate), candidate.speed.step_s)
+        return compared_seconds(context, configuration_of(context, candidate), candidate.speed.step_s)
 
     if not rankings[Method.QLORA].candidates:
         return Method.LORA

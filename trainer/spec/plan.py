@@ -323,6 +323,7 @@ class CalibrationRecord(Value, frozen=True, kw_only=True):
     transformers: str | None = None
     is_compiled: bool | None = None  # torch.compile ran; False: blocks failed to compile; None: it was not planned
     not_compiled: str | None = None  # why they failed
+    moves_activations: bool = False  # all of them to host RAM, none recomputed
     start_up_s: float | None = None  # of one attempt that began at the beginning
     saved_bytes_per_s: float | None = None  # of checkpoints for which training waited, written and read back together
     exported_bytes_per_s: float | None = None  # of the export, likewise

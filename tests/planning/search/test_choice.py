@@ -89,7 +89,7 @@ def test_a_row_that_takes_too_long_is_not_searched_to_its_end() -> None:
     }
     assert found
     for row, best in found.items():
-        seconds = candidates.upper_seconds(context, best, candidates.relative_seconds(context, best))
+        seconds = candidates.compared_seconds(context, best, candidates.relative_seconds(context, best))
         seconds = candidates.priced(context, best, seconds, candidates.predicted_need(context, best))
         assert best_configuration(context, bounded_starts(context, row), seconds) == best
         assert best_configuration(context, bounded_starts(context, row), seconds / (1 + 3 * SAME_SPEED)) is None

@@ -9,13 +9,13 @@ from planning_factory import CONFIGS, context_for, data_of, machine, plan_of
 
 from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
 from shardwise.trainer.planning.candidates import (
+    compared_seconds,
     configuration_of,
     exceeds_host,
     predicted_memory,
     predicted_need,
     predicted_speed,
     priced,
-    upper_seconds,
     with_micro_batch,
 )
 from shardwise.trainer.planning.configuration import Configuration
@@ -59,7 +59,7 @@ def needs(context: PlanningContext, configuration: Configuration) -> int:
 
 def key_of(context: PlanningContext, configuration: Configuration) -> tuple[int, int]:
     """The key that a search minimises: the class of the upper end of a time, then the micro batch."""
-    seconds = upper_seconds(context, configuration, predicted_speed(context, configuration).step_s)
+    seconds = compared_seconds(context, configuration, predicted_speed(context, configuration).step_s)
     seconds = priced(context, configuration, seconds, predicted_need(context, configuration))
     return search.time_class(seconds), configuration.micro_batch
 
@@ -72,7 +72,7 @@ def every_setting(context: PlanningContext, strategy: Strategy) -> list[Configur
         for chunk in search.chunk_sizes(context.shape, loss)
         for first in [search.first_configuration(context, strategy, checkpointing=checkpointing, loss=loss)]
         for compiled in search.compiles(context)
-        for offloads in search.activation_offloads(context)
+        for offloads in search.activation_offloads(context, checkpointing)
         for group in search.shard_groups(context, strategy)
         for reduces in search.reductions(context, strategy)
         for start in [

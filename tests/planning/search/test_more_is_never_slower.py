@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, job_of, machine, plan_of
 
-from shardwise.trainer.planning.candidates import configuration_of, upper_seconds
+from shardwise.trainer.planning.candidates import compared_seconds, configuration_of, upper_seconds
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.planner import Extent, context_of, plan_on_enough_gpus
 from shardwise.trainer.planning.search.choice import survey
@@ -67,7 +67,7 @@ def case_of(rng: random.Random) -> Case:
 
 
 def seconds_of(context: PlanningContext, chosen: Candidate) -> float:
-    return upper_seconds(context, configuration_of(context, chosen), chosen.speed.step_s)
+    return compared_seconds(context, configuration_of(context, chosen), chosen.speed.step_s)
 
 
 def surveyed(case: Case) -> float:
@@ -85,7 +85,8 @@ def planned(case: Case) -> float:
         plan = plan_on_enough_gpus(partial(plan_of, case.model, job=job), case.hardware, extent=Extent.SCREEN)
     except NothingFitsError:
         return NOTHING
-    return seconds_of(context_of(plan), plan.chosen)
+    context = context_of(plan)
+    return upper_seconds(context, configuration_of(context, plan.chosen), plan.chosen.speed.step_s)
 
 
 def is_worse(seconds: float, other: float) -> bool:

@@ -24,6 +24,7 @@ from shardwise.trainer.planning.candidates import (
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.coverage import coverage_gap
+from shardwise.trainer.planning.explain.gains import Gain, gains
 from shardwise.trainer.planning.page.content import paragraph, table
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import OptIn, opt_ins
@@ -351,10 +352,13 @@ def alternatives(plan: Plan, context: PlanningContext) -> Iterator[Alternative]:
     Each is searched when the iterator reaches it, so that a first screen does not search opt-ins that it cannot show.
     """
     runners_up, methods = _runners_up(plan, context), _methods(plan)
-    gains = (_opt_in(plan, context, opt_in) for opt_in in opt_ins(context, plan))
-    for found in (runners_up, methods, gains):
+    changes = chain(
+        (_gain(gain) for gain in gains(context, plan)),
+        (_opt_in(plan, context, opt_in) for opt_in in opt_ins(context, plan)),
+    )
+    for found in (runners_up, methods, changes):
         yield from islice(found, 1)
-    yield from chain(methods, gains, runners_up)
+    yield from chain(methods, changes, runners_up)
 
 
 FASTER, MUCH_LESS, TOO_SLOW = 0.97, 0.85, 1.5
@@ -476,6 +480,16 @@ def _opt_in(plan: Plan, context: PlanningContext, opt_in: OptIn) -> Alternative:
         setting=shlex.quote(f"allow=[{allowed}]"),
         seconds=run_hours(context, candidate) * 3600,
         need_bytes=candidate.memory.need_bytes,
+    )
+
+
+def _gain(gain: Gain) -> Alternative:
+    return Alternative(
+        name=gain.name,
+        effect=gain.effect,
+        setting=gain.setting,
+        seconds=gain.hours * 3600,
+        need_bytes=gain.candidate.memory.need_bytes,
     )
 
 

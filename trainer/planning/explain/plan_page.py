@@ -20,6 +20,7 @@ from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.coverage import coverage_lines
 from shardwise.trainer.planning.explain.first_screen import memory_text
+from shardwise.trainer.planning.explain.gains import gains
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
@@ -59,6 +60,7 @@ def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page
         "why": _sentences("why", plan.chosen.reasons),
         "methods": methods_section(plan),
         "runners-up": runners_up_section(plan, context, top),
+        "gains": _sentences("other settings", tuple(gain.text for gain in gains(context, plan))),
         "opt-ins": opt_in_section(tuple(opt_ins(context, plan)), plan),
         "fallbacks": fallbacks_section(plan),
         "rejected": rejections_section(plan.rejections),
@@ -72,8 +74,8 @@ def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page
 
 
 SECTIONS = (
-    "warnings", "choice", "memory", "speed", "generation", "why", "methods", "runners-up", "opt-ins", "fallbacks",
-    "rejected", "nodes", "notes",
+    "warnings", "choice", "memory", "speed", "generation", "why", "methods", "runners-up", "gains", "opt-ins",
+    "fallbacks", "rejected", "nodes", "notes",
 )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ Faster ones come before slower ones, by the upper end of their range (`candidate
 the one whose prediction is less certain must be predicted faster by the difference of their errors, and one that
 changes the update, which only a job that allows it has, by 10 % more. Of those within 1 % of the fastest exact ones
 come first, then the simplest (`catalogue.LAYOUTS`, state that is not paged), then the one that needs the least memory.
-One that fills a card to more than 97 % must be predicted 5 % faster (`candidates.priced`).
+One that fills a card to more than 97 % must be predicted 5 % faster (`candidates.priced`), one of several cards that
+takes host RAM by the errors of both (`candidates.HOST_PRICE`).
 Trials outrank predictions: strategies that ran in one come first, those that ran out of memory are rejected.
 
 `method_rows` is the table of methods: memory and time of full, galore, lora and qlora, even of those that may not run.
@@ -20,12 +21,12 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import (
     candidate_of,
+    compared_seconds,
     configuration_of,
     excess,
     priced,
     run_totals,
     start_up_share,
-    upper_seconds,
 )
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
@@ -172,7 +173,7 @@ def _correction(context: PlanningContext, row: Strategy) -> tuple[float, float]:
     factor = context.corrections.of(row, context.method).step.value
     if factor <= 1:
         return factor, 0.0
-    return factor, (factor - 1) * max(upper_seconds(context, start, 0) for start in starts_of(context, row))
+    return factor, (factor - 1) * max(compared_seconds(context, start, 0) for start in starts_of(context, row))
 
 
 def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection, ...]:
@@ -212,9 +213,9 @@ def in_order(
 
 
 def seconds_of(context: PlanningContext, candidate: Candidate) -> float:
-    """The `upper_seconds` by which candidates are ordered, with the price of a full card."""
+    """The `compared_seconds` by which candidates are ordered, with the price of a full card."""
     configuration = configuration_of(context, candidate)
-    seconds = upper_seconds(context, configuration, candidate.speed.step_s)
+    seconds = compared_seconds(context, configuration, candidate.speed.step_s)
     return priced(context, configuration, seconds, candidate.memory.need_bytes)
 
 

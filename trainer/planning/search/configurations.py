@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.candidates import (
     FULL_CARD_PRICE,
     candidate_of,
+    compared_seconds,
     exceeds_host,
     least_needy,
     least_step_need,
@@ -34,7 +35,6 @@ from shardwise.trainer.planning.candidates import (
     predicted_need,
     relative_seconds,
     roomy_need,
-    upper_seconds,
     with_micro_batch,
 )
 from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of, group_sizes
@@ -151,12 +151,18 @@ def fuses_kernels(context: PlanningContext, configuration: Configuration) -> boo
     return obstacle_to(context, replace(configuration, fused_kernels=True)) is None
 
 
-def activation_offloads(context: PlanningContext) -> tuple[bool, ...]:
-    """Activations stay on the device, or move to host RAM until the backward, if `allow` has it."""
+def activation_offloads(context: PlanningContext, checkpointing: Checkpointing) -> tuple[bool, ...]:
+    """Activations stay on the device, or move to host RAM until the backward, if `allow` has it.
+
+    Without recomputation all of them move, and a step waits for copies that are slower than assumed: only where they
+    were measured, or the job file pins recomputation. With it the inputs of blocks move, a few percent of the bytes.
+    """
     pinned = context.job.pin.activation_offload
     if pinned is not None:
         return (pinned,)
     is_allowed = Allowance.OFFLOAD_CPU in context.job.allow and context.host_ram_bytes is not None
+    moves_few = checkpointing is Checkpointing.FULL or context.job.pin.checkpointing is not None
+    is_allowed = is_allowed and (moves_few or context.knows_host_copies)
     return (False, True) if is_allowed and not context.is_cpu else (False,)
 
 
@@ -346,7 +352,7 @@ def first_configuration(
         bf16_reduction=reduces_in_bf16(context, strategy),
         compile=compiles(context)[0],
         fused_kernels=bool(context.job.pin.fused_kernels),
-        activation_offload=activation_offloads(context)[0],
+        activation_offload=activation_offloads(context, checkpointing)[0],
         optimizer_in_backward=bool(context.job.pin.optimizer_in_backward),
         fp8_recipe=fp8_recipe_of(strategy.precision, context.job.pin.fp8_recipe),
         tf32=supports_tf32(context, strategy.precision),
@@ -567,7 +573,7 @@ def _is_padded(context: PlanningContext) -> bool:
 
 def _seconds_of(context: PlanningContext, configuration: Configuration) -> float:
     """Seconds by which configurations of a strategy are compared."""
-    return upper_seconds(context, configuration, relative_seconds(context, configuration))
+    return compared_seconds(context, configuration, relative_seconds(context, configuration))
 
 
 def sizes_of(context: PlanningContext, start: Configuration) -> tuple[int, ...]:
@@ -587,13 +593,16 @@ def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configur
         kinds,
         ((loss, tokens) for loss in heads for tokens in chunk_sizes(context.shape, loss)),
         compiles(context),
-        activation_offloads(context),
+        (False, True),
         in_backward,
         _possible_groups(context, first, in_backward),
         reductions(context, strategy),
     )
     every = {kind: every_n(context, kind) for kind in kinds}
+    offloads_of = {kind: activation_offloads(context, kind) for kind in kinds}
     for checkpointing, (loss, tokens), is_compiled, offloads, is_inside, group, reduces in settings:
+        if offloads not in offloads_of[checkpointing]:
+            continue
         if is_inside and reduces and len(reductions(context, strategy)) > 1:
             continue  # an update in the backward comes without accumulation
         yield replace(
