@@ -224,8 +224,10 @@ HOST_PRICE = (1 + UNCOMPARED_ERROR) ** 2
 
 
 def host_price(context: PlanningContext, configuration: Configuration) -> float:
-    """`HOST_PRICE` of state or activations in host RAM, of which the cards of a node share one; 1 on a single card."""
-    takes_host = configuration.strategy.offload is not Offload.NONE or configuration.activation_offload
+    """`HOST_PRICE` of state or activations in host RAM, which the cards of a node share; 1 on a single card."""
+    row = configuration.strategy
+    is_paged = row.optimizer.facts.is_paged and not configuration.method.freezes_base
+    takes_host = row.offload is not Offload.NONE or configuration.activation_offload or is_paged
     return HOST_PRICE if takes_host and configuration.num_ranks > 1 and not context.is_cpu else 1.0
 
 

@@ -40,7 +40,7 @@ from shardwise.trainer.spec.value import Value, complete
 
 MOST_LINES = 20
 MOST_WARNING_LINES = 5
-MOST_ALTERNATIVES = 3
+MOST_ALTERNATIVES = 4
 
 
 class Tone(StrEnum):
