@@ -103,7 +103,7 @@ class Corrections(Value, frozen=True, kw_only=True):
     tried: dict[str, float] = {}  # strategies that a trial of this job timed: a further factor of their step time
     untried: float = 1.0  # the same for the other strategies
     not_compiled: str | None = None  # why blocks of this model failed to compile with these versions
-    has_moved_activations: bool = False  # a run kept all activations in host RAM: its time includes the copies
+    has_moved_activations: bool = False  # a run had all activations in host RAM: its time includes the copies
     times: LearnedTimes = NO_TIMES  # what no formula has: the start-up, and the rate of the files
 
     def of(self, strategy: Strategy, method: Method) -> Correction:

@@ -227,8 +227,8 @@ def host_price(context: PlanningContext, configuration: Configuration) -> float:
     """`HOST_PRICE` of state or activations in host RAM, which the cards of a node share; 1 on a single card."""
     row = configuration.strategy
     is_paged = row.optimizer.facts.is_paged and not configuration.method.freezes_base
-    takes_host = row.offload is not Offload.NONE or configuration.activation_offload or is_paged
-    return HOST_PRICE if takes_host and configuration.num_ranks > 1 and not context.is_cpu else 1.0
+    uses_host = row.offload is not Offload.NONE or configuration.activation_offload or is_paged
+    return HOST_PRICE if uses_host and configuration.num_ranks > 1 and not context.is_cpu else 1.0
 
 
 def compared_seconds(context: PlanningContext, configuration: Configuration, step_s: float) -> float:
