@@ -11,8 +11,6 @@ Exit code: 0 if at least 97 % are caught and none is broken, else 1; 2 for a fau
 # ruff: noqa: T201  # prints its table
 import argparse
 import compileall
-import ctypes
-import fcntl
 import functools
 import importlib
 import json
@@ -24,8 +22,8 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from py_compile import PycInvalidationMode
@@ -34,7 +32,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with one thread can b
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import msgspec
-import psutil
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -46,9 +43,7 @@ _PRELOADED = (
     "hypothesis", "numpy", "rich.console", "yaml", "jinja2",
 )  # fmt: skip
 _FILES_IN_A_BASELINE = 2  # test files that one process runs without faults
-_PREFIX = "seeded-faults-"
 _NOT_COPIED = shutil.ignore_patterns(".*", "runs", "dist", "*.egg-info")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,11 +70,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     cpu_seconds: float
 
 
-class StoppedError(Exception):
-    """A signal asked the runner, or one of its forks, to end."""
-
-
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = _options()
     root = options.project.resolve()
     try:
@@ -87,12 +79,11 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    place = Path(tempfile.mkdtemp(prefix="faults-of-tests-"))  # TemporaryDirectory also goes when a fork of a test ends
     try:
-        with _workplace() as place:
-            return _run(options, root, faults, place)
-    except StoppedError:
-        print("stopped", file=sys.stderr)
-        return 130
+        return _run(options, root, faults, place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def read_faults(root: Path, only: Sequence[str] | None) -> tuple[Fault, ...]:
@@ -173,47 +164,46 @@ def _baseline(faults: Sequence[Fault]) -> list[Job]:
 
 
 def _run_jobs(
-    jobs: Sequence[Job],
-    *,
-    root: Path,
-    place: Path,
-    num_side_by_side: int,
-    limit_s: float,
+    jobs: Sequence[Job], *, root: Path, place: Path, num_side_by_side: int, limit_s: float
 ) -> dict[str, Result]:
     """Results by name; each is printed when its job ends."""
     waiting = list(enumerate(jobs))
     running: dict[int, tuple[Job, Path, float]] = {}
     results: dict[str, Result] = {}
-    sys.stdout.flush()
     try:
         while waiting or running:
             while waiting and len(running) < num_side_by_side:
                 number, job = waiting.pop(0)
                 folder = place / f"{number:03d}"
                 _make_tree(place / "base", folder, job.fault)
-                pid = _fork(functools.partial(_supervise, job, folder, root=root, limit_s=limit_s))
-                running[pid] = (job, folder, time.monotonic())
-            pid, _, usage = os.wait4(-1, 0)
-            if pid not in running:  # what a fork left behind
-                continue
-            job, folder, started = running.pop(pid)
-            seconds, cpu_seconds = time.monotonic() - started, usage.ru_utime + usage.ru_stime
-            outcome, detail = _outcome(folder)
-            if job.fault is None:
-                outcome = "green" if outcome == "survived" else "red"
-            results[job.name] = result = Result(
-                outcome=outcome, detail=detail, seconds=round(seconds, 1), cpu_seconds=round(cpu_seconds, 1)
-            )
-            print(f"{result.outcome:9}{result.seconds:6.1f} s  {job.name:40} {result.detail}", flush=True)
-            if result.outcome in ("broken", "red"):
-                print((folder / "output").read_text(errors="replace")[-4000:], flush=True)
-            shutil.rmtree(folder, ignore_errors=True)
+                running[_fork(functools.partial(_run_tests, job, folder, root=root))] = (job, folder, time.monotonic())
+            for pid, (job, folder, started) in list(running.items()):
+                ended, _, usage = os.wait4(pid, os.WNOHANG)
+                seconds = time.monotonic() - started
+                if not ended and seconds > limit_s * (1 if job.fault is not None else len(job.tests)):
+                    (folder / "stopped").touch()
+                    os.killpg(pid, signal.SIGKILL)
+                if not ended:
+                    continue
+                del running[pid]
+                results[job.name] = _result(job, folder, seconds, usage.ru_utime + usage.ru_stime)
+                shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.05)
     finally:
         for pid in running:
-            os.kill(pid, signal.SIGTERM)
-        for pid in running:
-            os.waitpid(pid, 0)
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
     return {job.name: results[job.name] for job in jobs}
+
+
+def _result(job: Job, folder: Path, seconds: float, cpu_seconds: float) -> Result:
+    outcome, detail = _outcome(folder)
+    if job.fault is None:
+        outcome = "green" if outcome == "survived" else "red"
+    print(f"{outcome:9}{seconds:6.1f} s  {job.name:40} {detail}", flush=True)
+    if outcome in ("broken", "red"):
+        print((folder / "output").read_text(errors="replace")[-4000:], flush=True)
+    return Result(outcome=outcome, detail=detail, seconds=round(seconds, 1), cpu_seconds=round(cpu_seconds, 1))
 
 
 def _make_tree(base: Path, folder: Path, fault: Fault | None) -> None:
@@ -230,59 +220,22 @@ def _make_tree(base: Path, folder: Path, fault: Fault | None) -> None:
 
 
 def _fork(function: functools.partial[None]) -> int:
-    parent = os.getpid()
+    """Runs it in a session of its own; what it starts beyond that ends with its run of tests (suite_end)."""
+    sys.stdout.flush()
     pid = os.fork()
     if pid:
         return pid
-    code = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() == parent:
-            function()
-            code = 0
-    except StoppedError:
-        pass
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        function()
     except BaseException:  # noqa: BLE001  # shown; nothing may run on in the copy of the runner
         sys.excepthook(*sys.exc_info())
     finally:
-        os._exit(code)
-
-
-def _supervise(job: Job, folder: Path, *, root: Path, limit_s: float) -> None:
-    """Runs the tests in a process of their own, and ends every process that descends from this one."""
-    os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGALRM, _raise_stopped)
-    try:
-        pid = _fork(functools.partial(_run_tests, job, folder, root=root))
-        num_runs = 1 if job.fault is not None else len(job.tests)
-        signal.setitimer(signal.ITIMER_REAL, limit_s * num_runs)
-        os.waitpid(pid, 0)
-    except StoppedError:
-        (folder / "stopped").touch()
-    finally:
-        for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        _end_descendants()
-
-
-def _end_descendants() -> None:
-    while True:
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.01)
+        os._exit(0)
 
 
 def _run_tests(job: Job, folder: Path, *, root: Path) -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with (folder / "output").open("wb") as output, Path(os.devnull).open("rb") as nothing:
         for stream, target in ((0, nothing), (1, output), (2, output)):
             os.dup2(target.fileno(), stream)
@@ -353,29 +306,6 @@ def _write_outcome(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-@contextmanager
-def _workplace() -> Iterator[Path]:
-    """A temporary folder, locked for as long as a process of this run lives; those of killed runs are removed."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, _raise_stopped)
-    parent = Path(tempfile.gettempdir())
-    for path in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError), (path / "lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-    place = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    with (place / "lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-
-
-def _raise_stopped(number: int, _frame: object) -> None:
-    raise StoppedError(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

@@ -96,14 +96,3 @@ def test_a_fault_that_nobody_catches_has_survived_and_one_that_proves_nothing_is
     assert faults["minus"]["detail"] == "tests/test_sums.py::test_add"
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == before
     assert not any((tmp_path / "scratch").iterdir())
-
-
-@pytest.mark.cold
-def test_all_faults_caught_is_success_and_red_tests_or_a_fault_that_does_not_apply_are_none(project: Path):
-    assert run(project)[0] == 0
-    (project / "tests/test_sums.py").write_text("def test_add():\n    assert False\n")
-    code, output = run(project)
-    assert code == 1 and "tests/test_sums.py::test_add" in output and "minus" not in output
-    (project / "product/sums.py").write_text("def add(a, b):\n    return sum([a, b])\n")
-    code, output = run(project)
-    assert code == 2 and "minus" in output

@@ -4,23 +4,21 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from estimate_factory import LLAMA_1B, LLAMA_8B, QWEN_HALF_B, TINY, configuration, configurations_of, cpu, gpu
+from estimate_factory import LLAMA_1B, LLAMA_8B, QWEN_HALF_B, TINY, configurations_of, cpu, gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.configuration import Configuration, forget, same_for_all
+from shardwise.trainer.planning.configuration import Configuration, forget
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import block_activations
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of, policy_of_one
 from shardwise.trainer.planning.memory.states import states_of
 from shardwise.trainer.planning.speed.step import computing_seconds, state_seconds
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
-from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.strategy import Precision, Strategy
+from shardwise.trainer.spec.strategy import Strategy
 
 SHARED: dict[Callable[..., Any], Callable[[Configuration, ModelShape, Device], tuple[Any, ...]]] = {
     policy_of_one: lambda chosen, shape, device: (device, dims_of(shape)),
@@ -52,27 +50,3 @@ def test_what_is_shared_is_what_each_configuration_has_alone(
         for sharding in (neighbour.sharding, chosen.strategy.sharding):
             function(replace(chosen, strategy=replace(strategy, sharding=sharding)), *others)
         assert function(chosen, *others) == inspect.unwrap(function)(chosen, *others), function.__name__
-
-
-def test_a_function_is_computed_once_for_all_values_of_what_it_ignores() -> None:
-    computed: list[Configuration] = []
-
-    @same_for_all(micro_batch=1)
-    def length(chosen: Configuration, factor: int) -> int:
-        computed.append(chosen)
-        return factor * chosen.seq_len
-
-    @same_for_all("strategy.precision")
-    def width(chosen: Configuration) -> int:
-        computed.append(chosen)
-        return chosen.strategy.precision.compute_bytes
-
-    chosen = configuration(Sharding.FSDP, num_ranks=2, micro_batch=4)
-    assert length(chosen, 3) == length(replace(chosen, micro_batch=2), 3) == 3 * chosen.seq_len
-    assert [each.micro_batch for each in computed] == [1]
-    assert length(replace(chosen, seq_len=7), 3) == 21 and length(chosen, 2) == 2 * chosen.seq_len
-    assert len(computed) == 3
-    for precision in (Precision.BF16, Precision.FP32):  # once for each value of the part that it reads
-        for optimizer in (Optimizer.ADAMW, Optimizer.LION):
-            assert width(configuration(precision=precision, optimizer=optimizer)) == precision.compute_bytes
-    assert len(computed) == 3 + 2
