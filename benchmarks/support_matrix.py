@@ -27,10 +27,11 @@ from support_cells import Cell, device_named  # noqa: E402
 from support_proofs import GPU_PROOFS, PROOFS  # noqa: E402
 from written_page import markdown_table, run_page  # noqa: E402
 
-from shardwise.trainer.planning.rules.incompatible import FP8_CAPABILITY, LAYOUTS, ROWS, SETTINGS  # noqa: E402  # noqa: E402
+from shardwise.trainer.planning.rules.incompatible import LAYOUTS, ROWS, SETTINGS  # noqa: E402  # noqa: E402
 from shardwise.trainer.planning.rules.rule import RULES  # noqa: E402
 from shardwise.trainer.planning.rules.rule_input import Incompatibility, Reach, first_broken, reaching  # noqa: E402
 from shardwise.trainer.spec.engines import Offload, Sharding  # noqa: E402
+from shardwise.trainer.spec.fp8 import FP8_RECIPES  # noqa: E402
 from shardwise.trainer.spec.optimizers import Optimizer  # noqa: E402
 from shardwise.trainer.spec.packages import extra_text  # noqa: E402
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision  # noqa: E402
@@ -78,7 +79,7 @@ def _needed(cell: Cell) -> str:
     if cell.precision is Precision.FP16_MIXED and cell.sharding.uses_deepspeed:
         return "needs fp16 units: a GPU, or a CPU with avx512_fp16"
     if cell.precision is Precision.FP8:
-        major, minor = FP8_CAPABILITY.get(cell.fp8_recipe or Fp8Recipe.CURRENT, (8, 9))
+        major, minor = FP8_RECIPES[cell.fp8_recipe or Fp8Recipe.TORCHAO_TENSORWISE].capability
         what = f"GPU of {major}.{minor}"
     else:
         what = "GPU"

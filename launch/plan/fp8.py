@@ -1,9 +1,10 @@
-"""The gain of FP8 on a model's own matrix shapes, timed by a worker before `shardwise train` plans, and its cache.
+"""The gain of FP8 on a model's own blocks, timed by a worker before `shardwise train` plans, and its cache.
 
-It is timed only if the result could change the choice: the job allows FP8 without pinning it, and an FP8 strategy could
-run. If the timing fails, one line gives the reason, and the plan does not choose FP8.
+It is timed only if the result could change the choice: an FP8 strategy could run, and the job allows FP8 without
+pinning it, or two libraries could multiply. If the timing fails, one line gives the reason, and the plan does not
+choose FP8.
 
-The cache has one file for each model shape, device, versions, recipe and number of tokens. A file that cannot be read,
+The cache has one file for each model shape, device, versions, recipes and number of tokens. A file that cannot be read,
 or was written for other values, is reported in a line, and the next `shardwise train` measures again.
 """
 
@@ -17,8 +18,8 @@ import msgspec
 from shardwise.launch.probe.measure import measuring_environment
 from shardwise.launch.terminal import Console
 from shardwise.launch.worker import ask
-from shardwise.trainer.planning.configuration import fp8_recipe_of
 from shardwise.trainer.planning.device import device_of
+from shardwise.trainer.planning.rules.fp8 import compiles_in, possible_recipes
 from shardwise.trainer.planning.schedule import DEFAULT_STEP_TOKENS
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
@@ -27,7 +28,7 @@ from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.messages.worker_requests import Fp8GainKey, Fp8GainRequest, StoredFp8Gain
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import Fp8Gain, Plan
-from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
+from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import format_seconds
 
 FOLDER = "fp8"
@@ -41,12 +42,15 @@ def fp8_key(job: Job, *, shape: ModelShape, hardware: Hardware, versions: dict[s
     """Key under which a timing of FP8 holds for this job on this machine."""
     linears = [(linear, shape.num_layers - shape.num_dense_layers) for linear in shape.linears]
     linears += [(linear, shape.num_dense_layers) for linear in shape.dense_linears]
+    compiles = compiles_in(job, shape)
     return Fp8GainKey(
         model_type=shape.model_type,
         layers=tuple((linear.num_inputs, linear.num_outputs, number) for linear, number in linears),
         device=device_of(hardware).name,
-        recipe=fp8_recipe_of(Precision.FP8, job.pin.fp8_recipe) or Fp8Recipe.CURRENT,
+        recipes=possible_recipes(job, hardware.library_names, compiles=compiles),
+        compiles=compiles,
         tokens=timed_tokens(job, hardware.num_devices),
+        seq_len=job.train.seq_len,
         versions={name: versions.get(name, "none") for name in LIBRARIES},
     )
 
@@ -93,15 +97,19 @@ def _path(cache: Path, key: Fp8GainKey) -> Path:
     return cache / FOLDER / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]}.json"
 
 
-TIMEOUT_S = 120.0  # mostly to import torch and the library from a cold disk; the timing itself takes seconds
+TIMEOUT_S = 300.0  # to import torch and two libraries from a cold disk, and to compile a block in both types
 MODULE = "shardwise.trainer.runtime.tools.fp8_gain"
-_WHAT = "timing FP8 on the model's own matrix shapes"
+_WHAT = "timing FP8 on the model's own blocks"
 
 
 def needs_timing(plan: Plan) -> bool:
-    """True if `plan` ranks FP8 candidates by an assumed speed and may choose one of them."""
-    is_open = plan.job.pin.precision is None and plan.fp8_gain is None
-    return is_open and any(candidate.strategy.precision is Precision.FP8 for candidate in plan.candidates)
+    """True if `plan` ranks FP8 candidates by an assumed speed, and may choose one of them or another library."""
+    is_open = plan.job.pin.precision is None or len(key_of(plan).recipes) > 1
+    return (
+        plan.fp8_gain is None
+        and is_open
+        and any(candidate.strategy.precision is Precision.FP8 for candidate in plan.candidates)
+    )
 
 
 def fp8_gain_for(plan: Plan, *, cache: Path, console: Console) -> Fp8Gain | None:
@@ -109,7 +117,13 @@ def fp8_gain_for(plan: Plan, *, cache: Path, console: Console) -> Fp8Gain | None
     if not needs_timing(plan):
         return None
     key = key_of(plan)
-    request = Fp8GainRequest(model_config=plan.model_config, tokens=key.tokens, recipe=key.recipe)
+    request = Fp8GainRequest(
+        model_config=plan.model_config,
+        tokens=key.tokens,
+        seq_len=key.seq_len,
+        recipes=key.recipes,
+        compiles=key.compiles,
+    )
     console.line(f"{_WHAT} ...")
     begin = time.monotonic()
     gain = time_fp8(request, [gpu for gpu in plan.hardware.gpus if key.device in (gpu.spec_name, gpu.name)])
@@ -135,4 +149,4 @@ def time_fp8(
             timeout_s=timeout_s,
         )
     except ShardwiseError as error:
-        return Fp8Gain(recipe=request.recipe, tokens=request.tokens, problem=" ".join(str(error).split()))
+        return Fp8Gain(recipe=request.recipes[0], tokens=request.tokens, problem=" ".join(str(error).split()))

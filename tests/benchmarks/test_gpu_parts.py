@@ -22,6 +22,7 @@ from planning_factory import machine
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Figures, MemoryFigures, SpeedFigures
+from shardwise.trainer.spec.strategy import Fp8Recipe
 from shardwise.trainer.spec.units import GIB
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -166,12 +167,21 @@ def test_errors_are_of_what_ran_and_tables_have_every_case():
     assert all("OSError: x" in part.table(failed) for part in (engines, peers, fp8, small_cards))
 
 
-def test_fp8_is_a_ratio_to_bf16_mixed_and_its_products_stand_beside_it():
+def test_fp8_is_a_ratio_to_bf16_mixed_and_its_blocks_stand_beside_it():
     rows = {"bf16-mixed": row_of(result(measured=figures(1, 100.0)))}
     rows["fp8 current"] = row_of(result(measured=figures(1, 130.0)))
     rows[f"{fp8.GAIN} current"] = {"outcome": "ran", "speedup": 1.5}
     assert fp8.summary(rows) == "fp8 current: 1.30 x bf16-mixed"
     assert "| 1.30x | 1.50x |" in fp8.table(rows)
+
+
+def test_fp8_of_8b_runs_beside_bf16_with_the_same_settings_both_compiled():
+    base = fp8.case_of(fp8.BASE)
+    tensorwise, current = (fp8.case_of("fp8", each) for each in (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.CURRENT))
+    assert base.model == tensorwise.model == "llama-3.1-8b" and base.settings["pin.compile"] == "true"
+    added = {"pin.precision": "fp8", "pin.fp8_recipe": "torchao_tensorwise"}
+    assert tensorwise.settings == base.settings | added and current.settings["pin.compile"] == "false"
+    assert (tensorwise.seq_len, tensorwise.micro_batch, tensorwise.num_steps) == (base.seq_len, base.micro_batch, 10)
 
 
 # Other trainers.
@@ -251,7 +261,7 @@ def test_a_rehearsal_runs_and_the_next_call_has_nothing_to_do(tmp_path: Path):
 @pytest.mark.products
 def test_a_rehearsal_of_every_part_that_needs_no_card(tmp_path: Path):
     wanted = (
-        "predicted: .*full .*none eager 8x2048", "fp8: products of current",
+        "predicted: .*full .*none eager 8x2048", "fp8: blocks of torchao_tensorwise",
         "8B, LoRA: (.*same settings|plain Accelerate)",
     )  # fmt: skip
     _, parts = rehearse(tmp_path, *wanted)

@@ -17,7 +17,7 @@ from shardwise.trainer.spec.job.sources import DataSource
 from shardwise.trainer.spec.messages.extension import Extension
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.plan import Calibration, Candidate, Fp8Gain, Plan, ShapeTimes, TrialResult
+from shardwise.trainer.spec.plan import BlockTimes, Calibration, Candidate, Fp8Gain, Plan, TrialResult
 from shardwise.trainer.spec.strategy import Fp8Recipe, Method
 from shardwise.trainer.spec.units import GIB
 
@@ -125,7 +125,12 @@ def context_for(
     return with_fp8_gain(context, fp8_gain)
 
 
-def fp8_gain_of(speedup: float) -> Fp8Gain:
-    """A timing that found FP8 so many times as fast as bf16."""
-    times = ShapeTimes(in_features=4096, out_features=4096, count=2, bf16_s=speedup * 1e-3, fp8_s=1e-3)
-    return Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=4096, library="transformer-engine 2.10.0", shapes=(times,))
+def fp8_gain_of(
+    speedup: float, recipe: Fp8Recipe = Fp8Recipe.TORCHAO_TENSORWISE, library: str = "torchao 0.18.0"
+) -> Fp8Gain:
+    """A timing that found blocks in FP8 so many times as fast as in bf16."""
+    is_compiled = recipe is Fp8Recipe.TORCHAO_TENSORWISE
+    # Products of 2e12 FLOPs in what bf16 needs for them and half as much for all else of a block.
+    bf16_s = 4e-3
+    times = BlockTimes(count=32, flops=2e12, bf16_s=bf16_s, plain_s=bf16_s, fp8_s=bf16_s / speedup)
+    return Fp8Gain(recipe=recipe, tokens=4096, library=library, compile=is_compiled, blocks=(times,))

@@ -19,10 +19,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, PolicyChoices, fp8_recipe_of
+from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, PolicyChoices
 from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.rules.incompatible import FP8_CAPABILITY, LAYOUTS, ROWS, SETTINGS
+from shardwise.trainer.planning.rules.incompatible import LAYOUTS, ROWS, SETTINGS
 from shardwise.trainer.planning.rules.rule_input import (
     Reach,
     capability_text,
@@ -37,6 +37,7 @@ from shardwise.trainer.planning.tables.catalogue import CATALOGUE, EXACT_OPTIMIZ
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec, match_card
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, close_matches
+from shardwise.trainer.spec.fp8 import DEFAULT_RECIPES, FP8_RECIPES
 from shardwise.trainer.spec.hardware import Hardware, Host, LinkKind
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.readers import read_model_shape
@@ -233,7 +234,7 @@ def misplaced(train: TrainInput, device: Device) -> str | None:
         return None
     if train.precision is not Precision.FP8:
         return f"train.fp8_recipe is of precision: fp8, not of {train.precision}"
-    least, capability = FP8_CAPABILITY.get(train.fp8_recipe, (8, 9)), device.compute_capability
+    least, capability = FP8_RECIPES[train.fp8_recipe].capability, device.compute_capability
     if capability is not None and capability < least:
         version = f"{least[0]}.{least[1]}"
         return f"train.fp8_recipe: {train.fp8_recipe} needs compute capability {version}; {capability_text(device)}"
@@ -421,7 +422,7 @@ def _configuration_of(fields: CaseInput, shape: ModelShape, device: Device) -> C
         compile=train.compile,
         activation_offload=train.activation_offload,
         optimizer_in_backward=train.optimizer_in_backward,
-        fp8_recipe=fp8_recipe_of(train.precision, train.fp8_recipe),
+        fp8_recipe=train.fp8_recipe or (DEFAULT_RECIPES[0] if train.precision is Precision.FP8 else None),
         shard_group=train.shard_group or (device.devices_per_node if is_hybrid else None),
         lora=train.lora,
         galore=train.galore,

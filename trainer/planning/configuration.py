@@ -20,7 +20,6 @@ from shardwise.trainer.spec.strategy import (
     Fp8Recipe,
     LossHead,
     Method,
-    Precision,
     Quant,
     Strategy,
 )
@@ -115,17 +114,6 @@ def group_sizes(num_ranks: int, ranks_per_node: int) -> tuple[int, ...]:
         for size in range(num_ranks // 2, 1, -1)
         if num_ranks % size == 0 and (ranks_per_node % size == 0 or size % ranks_per_node == 0)
     )
-
-
-def fp8_recipe_of(precision: Precision, pinned: Fp8Recipe | None) -> Fp8Recipe | None:
-    """The pinned FP8 recipe, else current scaling; None for other precisions.
-
-    Current scaling has no state between steps and runs on every chip with FP8 units. Recipes of newer chips (mxfp8,
-    nvfp4) must be pinned.
-    """
-    if precision is not Precision.FP8:
-        return None
-    return pinned or Fp8Recipe.CURRENT
 
 
 _MOST_RESULTS = 512  # of a function; a search needs as many, and a stream of cases no more memory with each

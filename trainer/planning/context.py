@@ -27,7 +27,7 @@ class PlanningContext(Value, frozen=True, kw_only=True, dict=True):
     num_eval_tokens: int = 0
     data: DataProfile | None = None  # None: rows of seq_len tokens
     corrections: Corrections = NO_CORRECTIONS  # of every strategy, from earlier runs
-    fp8_gain: Fp8Gain | None = None  # measured on this model's matrix shapes
+    fp8_gain: Fp8Gain | None = None  # measured on this model's blocks
     hooks: tuple[Hook, ...] = ()  # of the user's extensions file
 
     @cached_property
@@ -85,7 +85,7 @@ class PlanningContext(Value, frozen=True, kw_only=True, dict=True):
     @cached_property
     def libraries(self) -> frozenset[str]:
         """The packages that the probe found, with their names on the package index."""
-        return frozenset(library.replace("_", "-").lower() for library in self.hardware.libraries)
+        return self.hardware.library_names
 
     @cached_property
     def device_text(self) -> str:

@@ -13,7 +13,7 @@ from shardwise.trainer.planning.tables.gpu_names import spec_of
 from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
-from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
 from shardwise.trainer.spec.units import MIB, format_bytes
 from shardwise.trainer.spec.value import Value
 
@@ -55,7 +55,8 @@ class Device(Value, frozen=True, kw_only=True, cache_hash=True):
     is_matmul_assumed: bool = False
     measured_fp32_flops_per_s: int | None = None
     measured_fp8_flops_per_s: int | None = None
-    measured_fp8_speedup: float | None = None  # of a model's linear layers over bf16, casts included
+    # Seconds that a FLOP of a model's converted layers saves against bf16, casts included, by FP8 recipe.
+    measured_fp8_savings: tuple[tuple[Fp8Recipe, float], ...] = ()
     measured_attention_flops_per_s: int | None = None
     halves_fp32_sums: bool = False  # products that sum in fp32 run at half the rate of those that sum in fp16
     sums_bf16_apart: bool = False  # a product in bf16 sums in an fp32 array as large as its result

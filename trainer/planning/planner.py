@@ -278,7 +278,9 @@ def with_fp8_gain(context: PlanningContext, gain: Fp8Gain | None) -> PlanningCon
     """The context with the measured speed of FP8."""
     if gain is None:
         return context
-    return replace(context, fp8_gain=gain, device=replace(context.device, measured_fp8_speedup=gain.speedup))
+    savings = {each.recipe: each.saved_s_per_flop for each in gain.all}  # by FP8 recipe
+    timed = tuple((name, saved) for name, saved in savings.items() if saved is not None)
+    return replace(context, fp8_gain=gain, device=replace(context.device, measured_fp8_savings=timed))
 
 
 def _rank_methods(

@@ -18,7 +18,7 @@ from shardwise.trainer.planning.candidates import (
 )
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, rule_named
+from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, refuse, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import idle_run_warnings, padding_share, usual_rate, widths_at
 from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
@@ -32,15 +32,16 @@ from shardwise.trainer.planning.search.configurations import (
 )
 from shardwise.trainer.planning.search.packages import missing_kernels
 from shardwise.trainer.planning.search.traced_blocks import kernel_warnings, traced_notes
-from shardwise.trainer.planning.speed.step import speed_notes
+from shardwise.trainer.planning.speed.step import fp8_share, speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, packing_note
 from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.fp8 import FP8_RECIPES
 from shardwise.trainer.spec.job.sections import Allowance, Objective
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection, TrialResult
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Strategy
+from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_seconds
 from shardwise.trainer.spec.value import Value
 
@@ -83,7 +84,7 @@ def _length_text(
     yield f"the longest row, {data.longest_row:,} tokens, sets the peak of memory"
 
 
-_TIMES_FP8_FIRST = "`shardwise train` times it on this model's matrix shapes first and uses it only if it pays"
+_TIMES_FP8_FIRST = "`shardwise train` times it on this model's blocks first and uses it only if it pays"
 
 
 def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
     return (
         f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}{_why_group(context, candidate)}"
         f"{_why_reduced(context, candidate)}",
-        f"{row.precision}: {_why_precision(context, row.precision)}",
+        f"{row.precision}: {_why_precision(context, candidate)}",
         f"micro batch {candidate.micro_batch}: {_why_micro_batch(context, candidate)}",
         f"checkpointing {candidate.checkpointing}: {_why_checkpointing(context, candidate)}",
         f"attention {candidate.attention}: {attention(context, row.precision)[1]}",
@@ -279,9 +280,10 @@ def _why_reduced(context: PlanningContext, candidate: Candidate) -> str:
     return f"{text}: whole ones until the last would need {format_bytes(waiting.memory.need_bytes)}"
 
 
-def _why_precision(context: PlanningContext, precision: Precision) -> str:
-    if precision is Precision.FP8:
-        return _why_fp8(context)
+def _why_precision(context: PlanningContext, candidate: Candidate) -> str:
+    precision = candidate.strategy.precision
+    if candidate.fp8_recipe is not None:
+        return _why_fp8(context, candidate.fp8_recipe, is_compiled=candidate.compile)
     if context.job.pin.precision is not None:
         return "the job file pins it"
     if context.is_cpu:
@@ -291,18 +293,30 @@ def _why_precision(context: PlanningContext, precision: Precision) -> str:
     return f"bf16 from compute capability 8.0; {capability_text(context.device)}"
 
 
-def _why_fp8(context: PlanningContext) -> str:
-    is_pinned, timed = context.job.pin.precision is not None, _fp8_text(context)
+def _why_fp8(context: PlanningContext, recipe: Fp8Recipe, *, is_compiled: bool) -> str:
+    gain, is_pinned = context.fp8_gain, context.job.pin.precision is not None
+    runs = f"{fp8_share(context.shape, recipe):.0%} of the blocks' products by {recipe}"
+    if not is_compiled:
+        runs += ", eager" if FP8_RECIPES[recipe].is_compiled else ", eager: the time of its Python is counted"
+    timed = gain.text if gain is not None else None
     if is_pinned:
-        return f"the job file pins it; {timed}" if timed else "the job file pins it"
-    return timed or f"its speed is assumed; {_TIMES_FP8_FIRST}"
+        return "; ".join(filter(None, ("the job file pins it", timed, runs)))
+    return f"{timed or f'its speed is assumed; {_TIMES_FP8_FIRST}'}; {runs}"
 
 
-def _fp8_text(context: PlanningContext) -> str | None:
-    gain = context.fp8_gain
-    if gain is None:
+def fp8_obstacle(context: PlanningContext, candidates: Sequence[Candidate]) -> tuple[str, str | None] | None:
+    """Why FP8, though allowed, is not used, and what to do; None if it is used or not allowed."""
+    job, chosen = context.job, candidates[0]
+    if Allowance.FP8 not in job.allow or job.pin.precision is not None or chosen.strategy.precision is Precision.FP8:
         return None
-    return f"{gain.text} ({gain.library})" if gain.library else gain.text
+    refusal = refuse(context, replace(chosen.strategy, precision=Precision.FP8))
+    if refusal is not None:
+        return refusal.reason, refusal.instead
+    fastest = min((row.speed.step_s for row in candidates if row.strategy.precision is Precision.FP8), default=None)
+    if fastest is None:
+        return "no configuration in fp8 is as fast and fits", None
+    ratio = chosen.speed.step_s / fastest
+    return f"predicted {ratio:.2f}x of what is exact, which is taken up to {WORTH_A_LINE:.2f}x", None
 
 
 def _fp8_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Iterator[str]:
@@ -310,8 +324,8 @@ def _fp8_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Ite
     chosen = candidates[0].strategy
     if chosen.precision is Precision.FP8 or all(row.strategy.precision is not Precision.FP8 for row in candidates):
         return
-    timed = _fp8_text(context) or f"the speed of its rows is assumed; {_TIMES_FP8_FIRST}"
-    yield f"fp8: {timed}"
+    gain = context.fp8_gain
+    yield f"fp8: {gain.text if gain is not None else f'the speed of its rows is assumed; {_TIMES_FP8_FIRST}'}"
 
 
 def _why_micro_batch(context: PlanningContext, candidate: Candidate) -> str:

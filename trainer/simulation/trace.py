@@ -17,7 +17,6 @@ A model whose operations become more with the tokens loops over them: it is trac
 """
 
 import copy
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -36,6 +35,7 @@ from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.attention.choice import attention_name
 from shardwise.trainer.runtime.loss import LossForward, hidden_states
+from shardwise.trainer.runtime.memory.recomputation import Blocks, kinds_of
 from shardwise.trainer.runtime.models.build import make_trainable
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type, trained_parameters
 from shardwise.trainer.runtime.run.types import compute_type
@@ -67,48 +67,12 @@ from shardwise.trainer.spec.model.blocks import (
 )
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
-_PLACE = re.compile(r"(?:.*_)?(?:layer_?)?(?:idx|id|index|number)")  # names of a block's place among the others
 _NUM_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-MAX_KINDS = 12  # of blocks; where there seem to be more, numbers in their modules do not count
 PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 UNIT_TOKENS = 256  # a traced row is a multiple: chunks of states are no longer
 MAX_MOMENTS = 24  # of a part
 _MERGED = 0.004  # moments that differ by less are one
-
-
-class Blocks(NamedTuple):
-    """The blocks of a model by kind."""
-
-    modules: list[nn.Module]  # the first of each kind
-    order: tuple[int, ...]
-
-
-def kinds_of(blocks: Sequence[nn.Module]) -> Blocks:
-    """Blocks that are built alike: the same modules with the same sizes, switches and windows."""
-    for counts_numbers in (True, False):
-        forms = [_form(block, counts_numbers=counts_numbers) for block in blocks]
-        kinds = list(dict.fromkeys(forms))
-        if len(kinds) <= MAX_KINDS:
-            break
-    return Blocks([blocks[forms.index(kind)] for kind in kinds], tuple(kinds.index(form) for form in forms))
-
-
-def _form(block: nn.Module, *, counts_numbers: bool) -> tuple[Any, ...]:
-    kinds = (bool, str, int) if counts_numbers else (bool, str)
-    return tuple(
-        (
-            path,
-            type(module),
-            tuple(
-                (name, value)
-                for name, value in vars(module).items()
-                if isinstance(value, kinds) and name[0] != "_" and not _PLACE.fullmatch(name)
-            ),
-            tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False)),
-        )
-        for path, module in block.named_modules()
-    )
 
 
 def traced_blocks(

@@ -173,6 +173,11 @@ class Hardware(Value, frozen=True, kw_only=True):
         return DeviceKind.CUDA if self.gpus else DeviceKind.CPU
 
     @property
+    def library_names(self) -> frozenset[str]:
+        """The packages that the probe found, with their names on the package index."""
+        return frozenset(name.replace("_", "-").lower() for name in self.libraries)
+
+    @property
     def is_one_cpu_machine(self) -> bool:
         """True for one machine without GPUs: `2xCPU` states ranks on the CPU of the machine that plans."""
         return not self.gpus and self.num_nodes == 1

@@ -235,7 +235,7 @@ class TrialResult(Value, frozen=True, kw_only=True):
 
 
 class ShapeTimes(Value, frozen=True, kw_only=True):
-    """Seconds of one forward and backward of a linear layer."""
+    """Seconds of one forward and backward of a linear layer, as version 0.7 timed them; no longer read."""
 
     in_features: int
     out_features: int
@@ -244,20 +244,44 @@ class ShapeTimes(Value, frozen=True, kw_only=True):
     fp8_s: float
 
 
+class BlockTimes(Value, frozen=True, kw_only=True):
+    """Seconds of one forward and backward of a kind of block, each started without waiting for the one before."""
+
+    count: int  # blocks of this kind in the model
+    flops: float  # of the products that run in FP8, forward and backward
+    bf16_s: float  # compiled or eager, whichever is faster
+    plain_s: float  # bf16 in the form that FP8 runs in
+    fp8_s: float
+
+
 class Fp8Gain(Value, frozen=True, kw_only=True):
-    """Speedup of a model's linear layers in FP8, casts included; measured before planning."""
+    """Speedup of a model's blocks in FP8 by one recipe, as they would run; measured before planning."""
 
     recipe: Fp8Recipe
     tokens: int  # of the micro batch that was timed
     library: str | None = None  # what multiplied, with its version
+    compile: bool = False  # FP8 ran under torch.compile
+    blocks: tuple[BlockTimes, ...] = ()
     shapes: tuple[ShapeTimes, ...] = ()
     problem: str | None = None  # why nothing was timed
+    others: "tuple[Fp8Gain, ...]" = ()  # by the other recipes, which are slower
 
     @property
     def speedup(self) -> float | None:
-        """Seconds of all layers in bf16 over their seconds in FP8; None where nothing was timed."""
-        fp8_s = sum(shape.count * shape.fp8_s for shape in self.shapes)
-        return sum(shape.count * shape.bf16_s for shape in self.shapes) / fp8_s if fp8_s else None
+        """Seconds of all blocks in bf16 over their seconds in FP8; None where nothing was timed."""
+        fp8_s = sum(block.count * block.fp8_s for block in self.blocks)
+        return sum(block.count * block.bf16_s for block in self.blocks) / fp8_s if fp8_s else None
+
+    @property
+    def all(self) -> "tuple[Fp8Gain, ...]":
+        """The gain of each FP8 recipe, the fastest first."""
+        return (self, *self.others)
+
+    @property
+    def saved_s_per_flop(self) -> float | None:
+        """Seconds that a FLOP of the converted products saves against bf16 in the same form, casts included."""
+        flops = sum(block.count * block.flops for block in self.blocks)
+        return sum(block.count * (block.plain_s - block.fp8_s) for block in self.blocks) / flops if flops else None
 
     @property
     def pays(self) -> bool:
@@ -269,7 +293,15 @@ class Fp8Gain(Value, frozen=True, kw_only=True):
         """Text that follows `fp8` in a sentence."""
         if self.speedup is None:
             return f"was not timed: {self.problem}"
-        return f"measured {self.speedup:.2f}x of bf16 on this model's matrix shapes"
+        return f"{'; '.join(each._measured for each in self.all)}, on this model's blocks"
+
+    @property
+    def _measured(self) -> str:
+        fp8 = self.recipe
+        if self.speedup is None:
+            return f"{fp8} was not timed: {self.problem}"
+        form = ", ".join(filter(None, (self.library, "compiled" if self.compile else "eager")))
+        return f"{fp8} measured {self.speedup:.2f}x of bf16 ({form})"
 
 
 class RecordSource(StrEnum):

@@ -19,10 +19,10 @@ from shardwise.trainer.spec.hardware import Gpu, Hardware
 from shardwise.trainer.spec.job.sections import Allowance, Job
 from shardwise.trainer.spec.messages.worker_requests import Fp8GainKey, Fp8GainRequest
 from shardwise.trainer.spec.plan import Fp8Gain, Plan
-from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
+from shardwise.trainer.spec.strategy import Fp8Recipe, Method, Precision
 from shardwise.trainer.spec.units import GIB
 
-HOPPER = machine("1xH100-SXM5-80GB", libraries=("transformer-engine",))
+HOPPER = machine("1xH100-SXM5-80GB", libraries=("torchao", "transformer-engine"))
 VERSIONS = {"torch": "2.13.0", "transformer-engine": "2.10.0", "shardwise": "0.3"}
 GAIN = fp8_gain_of(1.31)
 JOB = """\
@@ -60,7 +60,10 @@ def test_what_was_timed_is_found_again_and_a_broken_file_is_a_line(tmp_path: Pat
         {"shape": shape_of("1b")},
         {"shape": replace(shape_of("8b"), model_type="gpt2")},  # the same sizes in layers of another class
         {"shape": replace(shape_of("8b"), num_layers=31)},
-        {"hardware": machine("1xL40S", libraries=("transformer-engine",))},
+        {"hardware": machine("1xL40S", libraries=("torchao", "transformer-engine"))},
+        {"hardware": machine("1xH100-SXM5-80GB", libraries=("torchao",))},
+        {"job": job_of(pin={"compile": False})},
+        {"job": job_of(seq_len=1024)},
         {"versions": {**VERSIONS, "torch": "2.14.0"}},
         {"versions": {**VERSIONS, "transformer-engine": "2.11.0"}},
         {"versions": {**VERSIONS, "torchao": "0.18.0"}},
@@ -117,12 +120,12 @@ def test_plan_reads_what_was_kept(tmp_path: Path, monkeypatch, capsys) -> None:
         assert planned(words).fp8_gain is None
 
 
-REQUEST = Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096)
+REQUEST = Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096, seq_len=2048, recipes=(Fp8Recipe.TORCHAO_TENSORWISE,))
 ALLOWED: dict[str, Any] = {"allow": (Allowance.FP8,)}
 PINNED: dict[str, Any] = {"pin": {"precision": Precision.FP8}}
 
 
-def card(spec: str = "1xH100-SXM5-80GB", libraries: tuple[str, ...] = ("transformer-engine",)) -> Hardware:
+def card(spec: str = "1xH100-SXM5-80GB", libraries: tuple[str, ...] = ("torchao",)) -> Hardware:
     """A machine whose cards no process of this one can see."""
     hardware = machine(spec, libraries=libraries)
     return replace(hardware, gpus=tuple(replace(gpu, uuid="GPU-of-no-machine") for gpu in hardware.gpus))
@@ -132,30 +135,32 @@ def card(spec: str = "1xH100-SXM5-80GB", libraries: tuple[str, ...] = ("transfor
     ("hardware", "facts", "gain", "asks"),
     [
         (card(), ALLOWED, None, True),
-        (card("1xL40S"), ALLOWED, None, True),
+        (card("1xL40S"), {**ALLOWED, "method": Method.LORA}, None, True),
         (card(), ALLOWED, GAIN, False),
         (card(), ALLOWED, fp8_gain_of(0.9), False),
         (card(), PINNED, None, False),
         (card(), {**ALLOWED, "pin": {"precision": Precision.BF16_MIXED}}, None, False),
         (card(), {}, None, False),
-        (card(libraries=("torchao",)), ALLOWED, None, False),
+        (card(libraries=("transformer-engine",)), ALLOWED, None, True),
+        (card(libraries=("transformer-engine", "torchao")), PINNED, None, True),
+        (card(libraries=()), ALLOWED, None, False),
         (card("1xA100-SXM4-80GB"), ALLOWED, None, False),
-        (machine("1xCPU", libraries=("transformer-engine",)), ALLOWED, None, False),
+        (machine("1xCPU", libraries=("torchao",)), ALLOWED, None, False),
     ],
 )
 def test_it_is_timed_where_that_decides(hardware: Hardware, facts, gain: Fp8Gain | None, asks: bool) -> None:
-    assert fp8.needs_timing(plan_of("tiny", hardware, fp8_gain=gain, **facts)) is asks
+    assert fp8.needs_timing(plan_of("1b", hardware, fp8_gain=gain, **facts)) is asks
 
 
 def test_where_no_device_answers_it_is_a_line_and_fp8_is_not_taken(tmp_path: Path) -> None:
     """The real process, which finds no CUDA device."""
-    plan, stream = plan_of("tiny", card(), **ALLOWED), io.StringIO()
+    plan, stream = plan_of("1b", card(), **ALLOWED), io.StringIO()
     gain = fp8.fp8_gain_for(plan, cache=tmp_path, console=Console(stream))
     begins, ends = stream.getvalue().splitlines()
     assert gain is not None and gain.problem is not None and "CUDA" in gain.problem
     assert "FP8" in begins and gain.problem in ends
     assert fp8.read_fp8_gain(tmp_path, fp8.key_of(plan)) == (None, None), "the next run asks again"
-    taken = plan_of("tiny", card(), fp8_gain=gain, **ALLOWED)
+    taken = plan_of("1b", card(), fp8_gain=gain, **ALLOWED)
     assert not rows_in_fp8(taken) and not fp8.needs_timing(taken)
 
 
@@ -196,4 +201,4 @@ def test_what_goes_wrong_is_the_problem(module_of: Callable[[str], str], body: s
     timeout_s = 0.6 if "600" in body else 100
     gain = fp8.time_fp8(REQUEST, [], module=module_of(body), timeout_s=timeout_s)
     assert problem in (gain.problem or "") and (gain.speedup, gain.pays) == (None, False)
-    assert (gain.recipe, gain.tokens) == (REQUEST.recipe, REQUEST.tokens)
+    assert (gain.recipe, gain.tokens) == (REQUEST.recipes[0], REQUEST.tokens)

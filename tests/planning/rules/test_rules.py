@@ -31,6 +31,7 @@ OFFLOADED = "zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"
 ON_NVME = "zero3+nvme_all/bf16-mixed/deepspeed_cpu_adam"
 GALORE, QLORA = {"method": Method.GALORE}, {"method": Method.QLORA}
 WITH_TE = machine("1xRTX-4090", libraries=("transformer_engine",))
+WITH_TORCHAO = machine("1xRTX-4090", libraries=("torchao",))
 SLOW_FP8 = {"allow": (Allowance.FP8,), "fp8_gain": fp8_gain_of(0.93)}
 
 # rule, machine, what the job says, a row it refuses, what its reason holds
@@ -53,9 +54,13 @@ OF_A_CONTEXT: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("qlora_needs_whole_weights", "2xRTX-4090", QLORA, "zero3/bf16-mixed/adamw_fused", "4-bit blocks"),
     ("fp8_multiplies_no_4_bit_weights", WITH_TE, QLORA, "none/fp8/adamw_fused", "4-bit ones"),
     ("frozen_base_has_no_update", "1xRTX-4090", {"method": Method.LORA}, "none/bf16-mixed/lomo", "small adapters"),
-    ("recipe_needs_transformer_engine", "1xRTX-4090", {}, "none/fp8/adamw_fused", "which is not installed"),
+    ("recipe_needs_torchao", "1xRTX-4090", {}, "none/fp8/adamw_fused", "which is not installed"),
     ("fp8_not_allowed", WITH_TE, {}, "none/fp8/adamw_fused", "does not allow it"),
     ("fp8_does_not_pay", WITH_TE, SLOW_FP8, "none/fp8/adamw_fused", "measured 0.93x of bf16"),
+    ("fp8_products_are_too_small", WITH_TE, {"shape": shape_of("tiny"), "allow": (Allowance.FP8,)},
+     "none/fp8/adamw_fused", "too small for its casts"),
+    ("fp8_without_compile", WITH_TORCHAO, {"allow": (Allowance.FP8,), "pin": {"compile": False}},
+     "none/fp8/adamw_fused", "pin.compile: false"),
     ("nvme_not_allowed", "1xRTX-4090", {}, ON_NVME, "wears the disk"),
     ("nvme_needs_a_path", "1xRTX-4090", {"allow": (Allowance.OFFLOAD_NVME,)}, ON_NVME, "a folder"),
     ("cpu_offload_not_allowed", "1xRTX-4090", {"allow": ()}, OFFLOADED, "host RAM"),

@@ -30,7 +30,7 @@ from shardwise.trainer.spec.hardware import Gpu, Hardware
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision
 from shardwise.trainer.spec.units import GIB
 
 P = 8_030_261_248
@@ -359,7 +359,11 @@ def test_replicas_of_hybrid_sharding_share_no_offloaded_state() -> None:
     [
         ({"matmul_flops_per_s": 10**12}, "compute_s", {}),
         ({"measured_fp32_flops_per_s": 10**11}, "compute_s", {"precision": Precision.FP32}),
-        ({"measured_fp8_flops_per_s": 10**12}, "compute_s", {"precision": Precision.FP8}),
+        (
+            {"measured_fp8_flops_per_s": 10**12},
+            "compute_s",
+            {"precision": Precision.FP8, "fp8_recipe": Fp8Recipe.TORCHAO_TENSORWISE},
+        ),
         ({"measured_attention_flops_per_s": 10**11}, "compute_s", {}),
         ({"measured_memory_bytes_per_s": 10**9}, "optimizer_s", {}),
         ({"measured_link_bytes_per_s": 10**8}, "communication_s", {"sharding": Sharding.FSDP}),

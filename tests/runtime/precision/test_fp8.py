@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_kinds import KINDS
 from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 from pasted_pip import requirements_in
@@ -18,18 +19,19 @@ from rank_factory import rank_plan
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shardwise.trainer.runtime.models.build import build_model
+from shardwise.trainer.runtime.models.build import build_model, model_from_config
 from shardwise.trainer.runtime.models.methods import add_adapters
 from shardwise.trainer.runtime.precision import fp8
+from shardwise.trainer.runtime.run.clock import MIN_REPETITIONS, QUEUED
 from shardwise.trainer.runtime.run.process import run_request
-from shardwise.trainer.runtime.tools.fp8_gain import linear_shapes, measure_gain, time_shapes
+from shardwise.trainer.runtime.tools.fp8_gain import measure_gain, time_recipes, timed_blocks
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import Fp8GainRequest
-from shardwise.trainer.spec.plan import Fp8Gain
-from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision
+from shardwise.trainer.spec.plan import BlockTimes, Fp8Gain
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Precision
 
 FACTORIES = Path(__file__).parents[2] / "factories"
 LINEARS_IN_A_BLOCK = 7
@@ -114,7 +116,7 @@ def test_layers_are_chosen_inside_blocks_and_the_others_are_named_with_the_reaso
         fp8.ADAPTER: ("layers.0.lora_A.default",),
         "of class FourBitLinear": ("layers.0.odd",),
         fp8.OUTSIDE: ("lm_head",),
-    }
+    }, "none of these gains, and what fits is converted"
     assert "layers.0.router, layers.0.mlp.gate" in found.skipped_text
 
 
@@ -208,7 +210,7 @@ def test_layers_that_multiply_nothing_in_fp8_stop_the_run(te):
     model, installed = fp8_model()
     with torch.no_grad():
         model(input_ids=rows())
-    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*transformer_engine"):
+    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*transformer-engine"):
         fp8.check_fp8_ran(installed, model)
 
 
@@ -268,29 +270,110 @@ def test_torchao_that_only_emulates_is_found_out(torchao, monkeypatch):
         fp8.check_fp8_ran(installed, model)
 
 
-def test_the_shapes_are_those_of_the_layers_that_would_be_converted():
-    """Two blocks: q and o, k and v, gate and up, down."""
-    assert linear_shapes(TINY_LLAMA, Fp8Recipe.CURRENT) == {(64, 64): 4, (64, 32): 4, (64, 128): 4, (128, 64): 2}
-    assert linear_shapes({**TINY_LLAMA, "hidden_size": 56, "head_dim": 14}, Fp8Recipe.CURRENT) == {}
+@pytest.mark.parametrize("recipe", [Fp8Recipe.CURRENT, Fp8Recipe.TORCHAO_TENSORWISE])
+def test_layers_too_small_to_gain_stay_in_16_bit(recipe):
+    """k and v of an 8B model: 4,096 x 1,024."""
+    model = Blocks(1)
+    block = model.layers[0] = GradientCheckpointingLayer()
+    with torch.device("meta"):
+        block.q_proj, block.k_proj, block.v_proj = (nn.Linear(4096, size) for size in (4096, 1024, 1024))
+    found = fp8.fp8_layers(model, recipe)
+    assert list(found.chosen) == ["layers.0.q_proj"]
+    assert found.skipped[fp8.SMALL] == ("layers.0.k_proj", "layers.0.v_proj")
 
 
-def test_each_shape_runs_in_both_types(te):
-    shapes = linear_shapes(TINY_LLAMA, Fp8Recipe.CURRENT)
-    times = time_shapes(shapes, Fp8Recipe.CURRENT, torch.device("cpu"), tokens=32, budget_s=0.0)
-    assert {(each.in_features, each.out_features): each.count for each in times} == shapes
-    assert all(each.bf16_s > 0 and each.fp8_s > 0 for each in times)
-    assert te.COUNTS["fp8 products with gradients"] == 4 * len(shapes), "one to warm up, three timed"
+def test_layers_that_are_no_longer_in_the_model_stop_the_run(te):
+    model, installed = fp8_model()
+    loss_of(model, rows())
+    fp8.check_fp8_ran(installed, model)
+    model.model.layers[1].mlp.down_proj = nn.Linear(128, 64, bias=False)
+    with pytest.raises(EnvironmentFaultError, match=r"1 of 14 layers.*model\.layers\.1\.mlp\.down_proj"):
+        fp8.check_fp8_ran(installed, model)
+
+
+def meta_model(fields):
+    with torch.device("meta"):
+        return model_from_config(fields, dtype=torch.bfloat16, attention=Attention.SDPA)
+
+
+def test_one_block_of_each_kind_is_timed_with_the_inputs_of_a_run():
+    (block,) = timed_blocks(meta_model(TINY_LLAMA), tokens=64, seq_len=16)
+    assert (block.name, block.num_blocks) == ("model.layers.0", 2)
+    assert block.args[0].shape == (4, 16, 64) and block.kwargs["attention_mask"] is None
+    kinds = {
+        each.name: each.num_blocks for each in timed_blocks(meta_model(KINDS["convolution"]), tokens=16, seq_len=64)
+    }
+    assert kinds == {"model.layers.0": 2, "model.layers.1": 2}, "convolution and attention in turn"
+
+
+def gain_of(recipes, **facts) -> Fp8Gain:
+    request = Fp8GainRequest(model_config=TINY_LLAMA, tokens=32, seq_len=32, recipes=recipes, **facts)
+    return time_recipes(request, torch.device("cpu"), budget_s=0.0)
+
+
+PASSES = 1 + MIN_REPETITIONS * QUEUED  # one to warm up
+
+
+def test_a_block_runs_in_queues_with_its_products_in_fp8(te):
+    gain = gain_of((Fp8Recipe.CURRENT,), compiles=False)
+    (block,) = gain.blocks
+    assert (block.count, block.flops) == (2, 6 * 32 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128))
+    assert te.COUNTS["fp8 products with gradients"] == LINEARS_IN_A_BLOCK * PASSES
     assert not any(name.startswith("16 bit") for name in te.COUNTS)
+    assert gain.speedup == pytest.approx(block.bf16_s / block.fp8_s) and block.bf16_s == block.plain_s
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[set[str]]:
+    """The classes of linear layers in each block that torch.compile was called for; blocks run eagerly all the same."""
+    seen = []
+    monkeypatch.setattr(
+        nn.Module, "compile",
+        lambda block: seen.append({type(each).__name__ for each in block.modules() if "Linear" in type(each).__name__}),
+    )  # fmt: skip
+    return seen
+
+
+def test_each_library_is_timed_in_the_form_that_it_runs_in_and_the_faster_one_is_first(te, torchao, compiled):
+    gain = gain_of((Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.CURRENT))
+    assert compiled == [{"Linear"}, {"Float8Linear"}], "bf16 and torchao; Transformer Engine runs eagerly"
+    forms = {each.recipe: each.compile for each in gain.all}
+    assert forms == {Fp8Recipe.TORCHAO_TENSORWISE: True, Fp8Recipe.CURRENT: False}
+    assert [each.speedup for each in gain.all] == sorted((each.speedup for each in gain.all), reverse=True)
+    of_te = next(each for each in gain.all if each.recipe is Fp8Recipe.CURRENT).blocks[0]
+    assert of_te.bf16_s <= of_te.plain_s, "against the faster form of bf16"
+    assert te.COUNTS["fp8 products with gradients"] == LINEARS_IN_A_BLOCK * PASSES
+
+
+def test_a_library_that_fails_has_its_problem_and_the_other_is_timed(torchao, compiled, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    gain = gain_of((Fp8Recipe.CURRENT, Fp8Recipe.TORCHAO_TENSORWISE))
+    assert gain.recipe is Fp8Recipe.TORCHAO_TENSORWISE and gain.speedup is not None
+    assert "current was not timed: " in gain.text and "needs transformer-engine" in gain.text
+    assert "torchao_tensorwise measured" in gain.text
+
+
+def test_the_gain_counts_each_kind_of_block_as_often_as_the_model_has_it():
+    blocks = (
+        BlockTimes(count=3, flops=1e9, bf16_s=2.0, plain_s=3.0, fp8_s=1.0),
+        BlockTimes(count=1, flops=5e9, bf16_s=1.0, plain_s=1.0, fp8_s=2.0),
+    )
+    gain = Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, blocks=blocks)
+    assert gain.speedup == 7 / 5 and gain.pays
+    assert gain.saved_s_per_flop == pytest.approx((3 * 2.0 - 1.0) / 8e9), "against bf16 in the same form"
+    assert not Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, blocks=blocks[1:]).pays
+    nothing = Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, problem="no device")
+    assert nothing.speedup is None and not nothing.pays
 
 
 def test_without_a_gpu_the_result_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path, out = tmp_path / "request.json", tmp_path / "answer.json"
-    codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
+    codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096, seq_len=4096, recipes=(Fp8Recipe.CURRENT,)))
     assert run_request([str(path)], Fp8GainRequest, measure_gain) == 2
     assert run_request([str(path), str(out)], Fp8GainRequest, measure_gain) == 0
     result = codec.read(out, Fp8Gain)
-    assert (result.recipe, result.tokens, result.shapes) == (Fp8Recipe.CURRENT, 4096, ())
+    assert (result.recipe, result.tokens, result.blocks) == (Fp8Recipe.CURRENT, 4096, ())
     assert result.problem is not None and "CUDA" in result.problem
 
 

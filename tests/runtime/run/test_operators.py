@@ -229,3 +229,28 @@ def test_a_card_that_is_not_there_ends_the_thread_and_nothing_else(tmp_path: Pat
     thread.start()
     thread.join(30)
     assert not thread.is_alive() and watch.newest == clock.CardSample()
+
+
+def test_a_queue_is_waited_for_once_and_its_time_is_that_of_one_repetition(monkeypatch):
+    """The device's time is what its events are apart; the host is waited for where it is the longer."""
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def synchronize(self) -> None:
+            order.append("wait")
+
+        def elapsed_time(self, _end: "Event") -> float:
+            return 50.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: order.append("ready"))
+    seconds = clock.queued_seconds(lambda: order.append("work"), torch.device("cuda"), 0.0)
+    assert seconds == pytest.approx(0.005)
+    queue = ["event", *["work"] * clock.QUEUED, "event", "wait"]
+    assert order == ["work", "ready", *queue * clock.MIN_REPETITIONS]

@@ -27,12 +27,13 @@ from shardwise.trainer.planning.explain.coverage import coverage_gap
 from shardwise.trainer.planning.explain.gains import Gain, gains
 from shardwise.trainer.planning.page.content import paragraph, table
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.reasons import OptIn, opt_ins
+from shardwise.trainer.planning.reasons import OptIn, fp8_obstacle, opt_ins
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, run_error
 from shardwise.trainer.planning.tables.gpu_names import network_text
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
+from shardwise.trainer.spec.packages import extra_lines
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Method
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
@@ -80,7 +81,7 @@ def first_screen(
     above = (*_verdict(plan, context, width), *_choice(plan, context, width))
     unused = (f"not used: {text}" for text in plan.hardware.excluded)
     remarked = (line for text in (*unused, *remarks) for line in _wrapped(text, width, Tone.PLAIN))
-    below = (*_fallback(plan, width), *remarked, *_warnings(plan, width))
+    below = (*_fallback(plan, width), *_fp8(plan, context, width), *remarked, *_warnings(plan, width))
     then = tuple(_next(start, more))
     room = MOST_LINES - len(above) - len(below) - len(then)
     found = tuple(islice(alternatives(plan, context), MOST_ALTERNATIVES))
@@ -538,6 +539,18 @@ def _fallback(plan: Plan, width: int) -> Iterator[Line]:
         more = f" ({len(plan.fallbacks)} steps in all)" if len(plan.fallbacks) > 2 else ""
         text = f"if memory runs out, the run continues by itself with {', then '.join(steps)}{more}"
     yield from _wrapped(text, width, Tone.PLAIN)
+
+
+def _fp8(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
+    """Why FP8 is not used, where the job allows it, and what to do."""
+    reason, instead = fp8_obstacle(context, plan.candidates) or ("", None)
+    if not reason:
+        return
+    is_command = instead in extra_lines().values()
+    remedy = "" if instead is None or is_command else f"; use {instead}"
+    yield from _wrapped(f"fp8 is allowed and not used: {reason}{remedy}{':' if is_command else ''}", width, Tone.PLAIN)
+    if is_command:
+        yield Line(text=f"    {instead}", tone=Tone.COMMAND)
 
 
 def _step_down(plan: Plan, last: Candidate, fallback: Candidate) -> str:

@@ -271,10 +271,16 @@ def _product_elements(configuration: Configuration, policy: PrecisionPolicy, dim
 
 
 def _cast_weights(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
-    if not policy.is_autocast or (policy.is_fp8 and not policy.is_frozen):
-        return 0  # the fp8 copies are counted with the weights
-    trained = adapter_parameters(configuration, dims) if policy.is_frozen else dims.linear
-    return policy.compute_bytes * trained
+    """Bytes of the weights that autocast casts, of one block; Transformer Engine's copy in FP8 has a transposed one.
+
+    torchao's layers save their weight itself, and cast it again in the backward.
+    """
+    if not policy.is_autocast:
+        return 0
+    if policy.is_frozen:
+        return policy.compute_bytes * adapter_parameters(configuration, dims)
+    in_fp8 = sum(copies * i * o for i, o, copies in dims.matrices if copies == 1 and (i, o) in policy.fp8_shapes)
+    return policy.compute_bytes * (dims.linear - (0 if policy.multiplies_by_te else in_fp8))
 
 
 def _adapted_experts(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:

@@ -52,7 +52,7 @@ from shardwise.trainer.planning.memory.traced import (
 )
 from shardwise.trainer.spec.model.blocks import TracedBlocks
 from shardwise.trainer.spec.model.shape import Norm
-from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Method
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value
 
@@ -205,6 +205,7 @@ def _share_of(step: StepMemory, num_elements: int) -> int:
 
 CUBLAS_WORKSPACE_BYTES = 8_519_680  # of one handle before Hopper; two threads own one each
 CUBLAS_WORKSPACE_BYTES_HOPPER = 32 * MIB
+TE_WORKSPACE_BYTES, TE_WORKSPACE_BYTES_HOPPER = 4 * MIB, 32 * MIB  # of Transformer Engine's own products
 _NORM_BYTES = 8  # DeepSpeed 0.19.8, stage_1_and_2.py, get_grad_norm_direct
 
 
@@ -243,16 +244,16 @@ def resident_bytes(step: StateMemory) -> Event:
         "workspace": _workspace(policy),
         "mask": step.dims.mask_buffer,
     }
-    if step.configuration.strategy.precision is Precision.FP8:
-        # An fp8 copy of each weight and its transpose, retained from micro batch to micro batch.
-        event["fp8_weights"] = 2 * step.dims.block_linears // (policy.shard_degree if policy.uses_fsdp else 1)
     return {name: num_bytes for name, num_bytes in event.items() if num_bytes}
 
 
 def _workspace(policy: PrecisionPolicy) -> int:
     if not policy.is_cuda:
         return 0
-    return 2 * (CUBLAS_WORKSPACE_BYTES_HOPPER if policy.is_hopper_or_later else CUBLAS_WORKSPACE_BYTES)
+    of_torch = 2 * (CUBLAS_WORKSPACE_BYTES_HOPPER if policy.is_hopper_or_later else CUBLAS_WORKSPACE_BYTES)
+    if not policy.multiplies_by_te:
+        return of_torch
+    return of_torch + (TE_WORKSPACE_BYTES_HOPPER if policy.is_hopper_or_later else TE_WORKSPACE_BYTES)
 
 
 def _input_bytes(step: StepMemory) -> int:

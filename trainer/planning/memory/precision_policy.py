@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, once, same_for_all
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
+from shardwise.trainer.spec.fp8 import FP8_RECIPES, Fp8Package, Shape
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.blocks import Adapter, Component, TracedBlocks
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
@@ -34,6 +35,7 @@ from shardwise.trainer.spec.strategy import (
     Attention,
     AttentionKernel,
     Checkpointing,
+    Fp8Recipe,
     LossHead,
     Method,
     Precision,
@@ -397,6 +399,8 @@ class PrecisionPolicy(Value, frozen=True, kw_only=True, cache_hash=True):
     is_checkpointed: bool
     updates_in_backward: bool  # each weight as soon as its gradient exists, which is then freed
     is_fp8: bool
+    multiplies_by_te: bool  # Transformer Engine's layers, which save their inputs in FP8
+    fp8_shapes: frozenset[Shape]  # of the linear layers that run in FP8
     is_frozen: bool  # base weights are not trained
     uses_deepspeed: bool
     uses_fsdp: bool
@@ -422,7 +426,6 @@ def policy_of(configuration: Configuration, device: Device, dims: Dims) -> Preci
     checkpoint_every_n=None,
     loss_chunk_tokens=None,
     activation_offload=False,
-    fp8_recipe=None,
     tf32=False,
     flash_kernel=None,
     buckets=None,
@@ -448,6 +451,7 @@ def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> P
     seq_len = choices.longest_seq or configuration.seq_len
     kernel = attention_kernel(configuration, device, dims)
     fuses_blocks = configuration.compile or configuration.fused_kernels
+    recipe = configuration.fp8_recipe
     return PrecisionPolicy(
         reference=reference,
         tokens=choices.rows_per_example * seq_len,
@@ -477,6 +481,8 @@ def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> P
         is_checkpointed=configuration.checkpointing is not Checkpointing.NONE,
         updates_in_backward=configuration.updates_in_backward,
         is_fp8=precision is Precision.FP8,
+        multiplies_by_te=recipe is not None and FP8_RECIPES[recipe].package is Fp8Package.TRANSFORMER_ENGINE,
+        fp8_shapes=frozenset() if recipe is None else _converted(recipe, dims),
         is_frozen=is_frozen,
         uses_deepspeed=uses_deepspeed,
         uses_fsdp=uses_fsdp,
@@ -486,6 +492,10 @@ def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> P
         is_cuda=device.kind is DeviceKind.CUDA,
         is_hopper_or_later=(device.compute_capability or (0, 0)) >= (9, 0),
     )
+
+
+def _converted(recipe: Fp8Recipe, dims: Dims) -> frozenset[Shape]:
+    return FP8_RECIPES[recipe].converts((i, o) for i, o, copies in dims.matrices if copies == 1)
 
 
 def _casts_adapter_inputs(configuration: Configuration, device: Device, *, has_fp32_products: bool) -> bool:

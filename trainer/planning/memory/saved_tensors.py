@@ -38,7 +38,8 @@ Each is a moment in the forward of a block: of the last block in the forward pas
 Counted in torch 2.13 and PEFT 0.21 with dry runs; `lora.dropout` multiplies with the whole weight once more.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy, adapted_linears
@@ -46,6 +47,9 @@ from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import Attention, AttentionKernel, Method
 from shardwise.trainer.spec.value import Value
+
+NamedLinear: TypeAlias = tuple[str, int, int]
+"""Name, inputs and outputs."""
 
 _ROW_BYTES = 3 * 4  # length, magnitude by length, and that less one
 _OUTPUTS = 3  # arrays of a layer's output, scaled
@@ -266,8 +270,26 @@ def _linear_input_bytes(configuration: Configuration, policy: PrecisionPolicy, d
             configuration, policy, dims, adapted_linears(configuration, dims)
         )
     if policy.is_autocast:
-        return dims.num_normed_linears * (1 if policy.is_fp8 else c) * h
+        attention, mlp = _normed_linears(dims)
+        others = dims.num_normed_linears - len(attention) - len(mlp)
+        return _cast_input_bytes(policy, attention + mlp) + others * c * h
     return dims.num_norm_outputs * c * h
+
+
+def _normed_linears(dims: Dims) -> tuple[tuple[NamedLinear, ...], tuple[NamedLinear, ...]]:
+    """The linear layers that read a norm, of attention and of a feed-forward half without experts."""
+    num_attention = 1 if dims.is_qkv_fused else 3
+    rest = () if dims.experts_per_token else dims.linears[num_attention + 1 :]
+    return dims.linears[:num_attention], rest[: dims.num_normed_linears - num_attention]
+
+
+def _cast_input_bytes(policy: PrecisionPolicy, linears: Sequence[NamedLinear]) -> int:
+    """Bytes a token of the copies that layers keep of their inputs: in FP8 where Transformer Engine multiplies."""
+    c = policy.compute_bytes
+    return sum(
+        num_inputs * (1 if policy.multiplies_by_te and (num_inputs, num_outputs) in policy.fp8_shapes else c)
+        for _, num_inputs, num_outputs in linears
+    )
 
 
 def _adapter_input_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
@@ -350,7 +372,7 @@ def attention_module_bytes(configuration: Configuration, policy: PrecisionPolicy
         is_shared = policy.adapter_inputs is AdapterInputs.SHARED and bool(names & _ATTENTION_INPUTS)
         return inside - (0 if is_shared else c * h)
     if policy.is_autocast:  # a cast copy for each product that reads the input
-        return inside + (1 if dims.is_qkv_fused else 3) * (1 if policy.is_fp8 else c) * h - policy.residual_bytes * h
+        return inside + _cast_input_bytes(policy, _normed_linears(dims)[0]) - policy.residual_bytes * h
     return inside
 
 

@@ -11,6 +11,7 @@ The first broken row of a table is the reason, so the more fundamental one comes
 from shardwise.trainer.planning.rules.rule_input import Incompatibility, Reach, RuleInput
 from shardwise.trainer.planning.tables.catalogue import LAYOUTS as CATALOGUED
 from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.fp8 import FP8_RECIPES, Fp8Package, converted_shapes
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision
 
 BF16 = (Precision.BF16_MIXED, Precision.BF16, Precision.FP8)
@@ -261,21 +262,19 @@ ROWS: tuple[Incompatibility, ...] = (
 
 FUSED_MODEL_TYPES = ("llama", "mistral", "qwen2")
 BLACKWELL_RECIPES = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)  # scales of 32 and 16 elements, which its units multiply by
-TORCHAO_RECIPES = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE)
-FP8_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {
-    Fp8Recipe.BLOCK: (9, 0),
-    Fp8Recipe.TORCHAO_ROWWISE: (9, 0),
-    **dict.fromkeys(BLACKWELL_RECIPES, (10, 0)),
-}
 
 
 def _has_tiles(c: RuleInput) -> bool:
     """True if any linear layer of a block divides into tiles; the others stay in 16 bit."""
-    return any(linear.num_inputs % c.tile == 0 and linear.num_outputs % c.tile == 0 for linear in c.shape.linears)
+    return c.fp8_recipe is None or bool(converted_shapes(c.shape, c.fp8_recipe))
 
 
 def _is_too_old(c: RuleInput) -> bool:
-    return c.fp8_recipe is not None and c.capability_below(FP8_CAPABILITY[c.fp8_recipe])
+    return c.fp8_recipe is not None and c.capability_below(FP8_RECIPES[c.fp8_recipe].capability)
+
+
+def _lacks_package(c: RuleInput, package: Fp8Package) -> bool:
+    return c.fp8_recipe is not None and FP8_RECIPES[c.fp8_recipe].package is package and c.lacks(package)
 
 
 SETTINGS: tuple[Incompatibility, ...] = (
@@ -415,25 +414,23 @@ SETTINGS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="fp8_needs_tiles",
-        is_broken=lambda c: c.fp8_recipe is not None and not _has_tiles(c),
+        is_broken=lambda c: not _has_tiles(c),
         reason="{precision} splits matrices into tiles, and no linear layer has both dimensions a multiple of {tile}",
         instead="bf16-mixed",
         evidence="cuBLASLt: FP8 products need dimensions in multiples of 16; recipes by block need 32 or 128",
     ),
     Incompatibility(
         name="recipe_needs_torchao",
-        is_broken=lambda c: c.fp8_recipe in TORCHAO_RECIPES and c.lacks("torchao"),
+        is_broken=lambda c: _lacks_package(c, Fp8Package.TORCHAO),
         reason="fp8_recipe: {recipe} needs torchao, which is not installed",
-        instead="current with transformer-engine, or {install[torchao]}",
+        instead="{install[torchao]}",
         evidence="its linear layer is torchao's",
     ),
     Incompatibility(
         name="recipe_needs_transformer_engine",
-        is_broken=lambda c: (
-            c.fp8_recipe is not None and c.fp8_recipe not in TORCHAO_RECIPES and c.lacks("transformer-engine")
-        ),
+        is_broken=lambda c: _lacks_package(c, Fp8Package.TRANSFORMER_ENGINE),
         reason="fp8_recipe: {recipe} needs transformer-engine, which is not installed",
-        instead="torchao_tensorwise, or {install[fp8]}, a build that needs nvcc",
+        instead="torchao_tensorwise, or {install[fp8]}, which compiles with nvcc",
         evidence="its linear layer and its scales are Transformer Engine's",
     ),
     # Compilation.

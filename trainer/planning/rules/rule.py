@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from operator import attrgetter
 
-from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of
+from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.fp8 import no_compiler, recipe_of, recipes_of
 from shardwise.trainer.planning.rules.incompatible import BF16, ROWS, SETTINGS
 from shardwise.trainer.planning.rules.rule_input import (
     PLACEHOLDERS,
@@ -25,7 +26,9 @@ from shardwise.trainer.planning.rules.rule_input import (
     rule_input_of,
 )
 from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.fp8 import FP8_RECIPES, gains_somewhere
 from shardwise.trainer.spec.job.sections import Allowance, Pin
+from shardwise.trainer.spec.packages import extra_lines
 from shardwise.trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.value import Value
 
@@ -180,13 +183,37 @@ OF_THE_JOB: tuple[Rule, ...] = (
         evidence="adapters of rank 16 on 8B parameters are 42M: 0.5 GiB of state (arXiv:2106.09685, section 4.2)",
     ),
     Rule(
+        name="fp8_products_are_too_small",
+        kind=Kind.SLOWER,
+        is_broken=lambda s, row: (
+            row.precision is Precision.FP8 and not any(gains_somewhere(s.shape, recipe) for recipe in recipes_of(s))
+        ),
+        reason="{precision} gains nothing: the matrices of {model_type} are too small for its casts",
+        instead="bf16-mixed, or pin it",
+        axis="precision",
+        evidence="torchao 0.18, float8_linear_utils.py: sizes below which an H100 is slower in FP8",
+    ),
+    Rule(
+        name="fp8_without_compile",
+        kind=Kind.SLOWER,
+        is_broken=lambda s, row: (
+            row.precision is Precision.FP8
+            and no_compiler(s) is not None
+            and all(FP8_RECIPES[recipe].is_compiled for recipe in recipes_of(s))
+        ),
+        reason="{precision} by torchao gains under torch.compile alone, and {no_compiler}",
+        instead="pin.compile: true, or {install[fp8]}",
+        axis="precision",
+        evidence="torchao 0.18, float8 README: without torch.compile its casts are not fused",
+    ),
+    Rule(
         name="fp8_does_not_pay",
         kind=Kind.SLOWER,
         is_broken=lambda s, row: row.precision is Precision.FP8 and s.fp8_gain is not None and not s.fp8_gain.pays,
         reason="{precision} {fp8_text}",
         instead="bf16-mixed, or pin it",
         axis="precision",
-        evidence="timed on this GPU: forward and backward of the model's own linear layers, casts included",
+        evidence="timed on this GPU: forward and backward of the model's own blocks, as they would run",
     ),
     Rule(
         name="offload_to_itself",
@@ -357,6 +384,7 @@ def obstacle_to(context: PlanningContext, configuration: Configuration) -> Incom
 def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput:
     """A strategy with the settings that the job fixes."""
     pin, train, share = context.job.pin, context.job.train, context.sequences_per_rank
+    fp8_recipe = recipe_of(context, strategy)
     return RuleInput(
         strategy=strategy,
         method=context.method,
@@ -367,11 +395,12 @@ def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput
         checkpointing=pin.checkpointing,
         attention=pin.attention,
         loss=pin.loss,
-        compile=bool(pin.compile),
+        compile=bool(pin.compile)
+        or (pin.compile is None and fp8_recipe is not None and FP8_RECIPES[fp8_recipe].is_compiled),
         fused_kernels=bool(pin.fused_kernels),
         activation_offload=bool(pin.activation_offload),
         optimizer_in_backward=bool(pin.optimizer_in_backward),
-        fp8_recipe=fp8_recipe_of(strategy.precision, pin.fp8_recipe),
+        fp8_recipe=fp8_recipe,
         shard_group=pin.shard_group,
         reduce_every_micro_batch=bool(pin.reduce_every_micro_batch),
         lora=train.lora,
@@ -435,6 +464,9 @@ _PLACEHOLDERS_OF_JOB: Mapping[str, Callable[[PlanningContext, Strategy], object]
     "pins": lambda s, row: ", ".join(f"pin.{axis}: {getattr(s.job.pin, axis)}" for axis in _differing(s, row)),
     "device": lambda s, _: s.device.name,
     "fp8_text": lambda s, _: s.fp8_gain.text if s.fp8_gain else "",
+    "model_type": lambda s, _: s.shape.model_type,
+    "no_compiler": lambda s, _: no_compiler(s),
+    "install": lambda *_: extra_lines(),
 }
 
 

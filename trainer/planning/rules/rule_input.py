@@ -13,6 +13,7 @@ from operator import attrgetter
 from shardwise.trainer.planning.configuration import Configuration, group_sizes
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.spec.engines import Offload, shardings_with
+from shardwise.trainer.spec.fp8 import DEFAULT_RECIPES, FP8_RECIPES
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.kinds import one_of
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
@@ -20,8 +21,6 @@ from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.packages import extra_lines
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Strategy
 from shardwise.trainer.spec.value import Value
-
-FP8_TILES = {Fp8Recipe.BLOCK: 128, Fp8Recipe.MXFP8: 32, Fp8Recipe.NVFP4: 32}  # the others: 16
 
 
 class RuleInput(Value, frozen=True, kw_only=True):
@@ -71,7 +70,7 @@ class RuleInput(Value, frozen=True, kw_only=True):
     @property
     def tile(self) -> int:
         """The number that both dimensions of a weight must be a multiple of for FP8."""
-        return FP8_TILES.get(self.fp8_recipe, 16) if self.fp8_recipe is not None else 16
+        return FP8_RECIPES[self.fp8_recipe or DEFAULT_RECIPES[0]].tile
 
     def capability_below(self, least: tuple[int, int]) -> bool:
         """True if the GPU is older; False on a CPU."""

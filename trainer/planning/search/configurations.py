@@ -37,18 +37,20 @@ from shardwise.trainer.planning.candidates import (
     roomy_need,
     with_micro_batch,
 )
-from shardwise.trainer.planning.configuration import Configuration, fp8_recipe_of, group_sizes
+from shardwise.trainer.planning.configuration import Configuration, group_sizes
 from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.rules.fp8 import no_compiler, recipe_of
 from shardwise.trainer.planning.rules.rule import obstacle_to
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import row_policy
 from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.fp8 import FP8_RECIPES
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.plan import Buckets, Candidate
-from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
+from shardwise.trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision, Strategy
 from shardwise.trainer.spec.units import MIB
 
 EVERY_SECOND = 2  # block is recomputed unless pin.checkpointing_n is set
@@ -126,17 +128,19 @@ def losses(context: PlanningContext) -> tuple[LossHead, ...]:
     return (LossHead.CHUNKED, LossHead.EAGER)
 
 
-def compiles(context: PlanningContext) -> tuple[bool, ...]:
+def compiles(context: PlanningContext, recipe: Fp8Recipe | None = None) -> tuple[bool, ...]:
     """Eager, or torch.compile, whose seconds before the first step count as well (`compile_seconds`).
 
     Not on a CPU: there the compiled quickstart took 0.2636 s a step and the eager one 0.2642 s. Nor for a model without
-    a closed form, whose blocks were traced eagerly, or one whose blocks failed to compile here.
+    a closed form, whose blocks were traced eagerly, or one whose blocks failed to compile here. An FP8 recipe runs in
+    the one form that it is timed in.
     """
     pinned = context.job.pin.compile
     if pinned is not None:
         return (pinned,)
-    is_eager = context.is_cpu or context.shape.is_described or context.corrections.not_compiled is not None
-    return (False,) if is_eager else (False, True)
+    if context.is_cpu or no_compiler(context) is not None:
+        return (False,)
+    return (False, True) if recipe is None else (FP8_RECIPES[recipe].is_compiled,)
 
 
 def fuses_kernels(context: PlanningContext, configuration: Configuration) -> bool:
@@ -146,7 +150,7 @@ def fuses_kernels(context: PlanningContext, configuration: Configuration) -> boo
     Not of a model without a closed form, whose blocks were traced in plain torch.
     """
     pinned = context.job.pin.fused_kernels
-    if pinned is not None or context.shape.is_described or True in compiles(context):
+    if pinned is not None or context.shape.is_described or True in compiles(context, configuration.fp8_recipe):
         return bool(pinned)
     return obstacle_to(context, replace(configuration, fused_kernels=True)) is None
 
@@ -331,7 +335,7 @@ def first_configuration(
 ) -> Configuration:
     """The smallest micro batch and buffers of a strategy with this recomputation and loss head."""
     micro_batch = micro_batches(context)[0]
-    taken = attention(context, strategy.precision)[0]
+    taken, fp8_recipe = attention(context, strategy.precision)[0], recipe_of(context, strategy)
     return Configuration(
         strategy=strategy,
         method=context.method,
@@ -350,11 +354,11 @@ def first_configuration(
         shard_group=shard_groups(context, strategy)[0],
         reduce_every_micro_batch=reductions(context, strategy)[0],
         bf16_reduction=reduces_in_bf16(context, strategy),
-        compile=compiles(context)[0],
+        compile=compiles(context, fp8_recipe)[0],
         fused_kernels=bool(context.job.pin.fused_kernels),
         activation_offload=activation_offloads(context, checkpointing)[0],
         optimizer_in_backward=bool(context.job.pin.optimizer_in_backward),
-        fp8_recipe=fp8_recipe_of(strategy.precision, context.job.pin.fp8_recipe),
+        fp8_recipe=fp8_recipe,
         tf32=supports_tf32(context, strategy.precision),
         flash_kernel=flash_kernel(context, taken),
         lora=context.job.train.lora,
@@ -592,7 +596,7 @@ def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configur
     settings = product(
         kinds,
         ((loss, tokens) for loss in heads for tokens in chunk_sizes(context.shape, loss)),
-        compiles(context),
+        compiles(context, first.fp8_recipe),
         (False, True),
         in_backward,
         _possible_groups(context, first, in_backward),

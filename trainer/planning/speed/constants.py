@@ -17,6 +17,9 @@ OVERLAP = 0.492  # share of the shorter of two concurrent activities that hides 
 OPERATOR_S = 35.8e-6  # host time of one operator: Python, autograd and the launch
 
 # From a source.
+# Host time of one of the three products of a Transformer Engine layer: forward and backward of the smallest layer took
+# 1.17 ms on an H100, where its products need 0.36 in bf16 (benchmarks/results).
+TE_LAYER_S = 0.39e-3
 HALVED_MATMUL_SHARE = 0.95  # of a peak that is halved for fp32 sums: cuBLAS on L20, 105 to 115 of 119.5 TFLOP/s
 GDDR_GAIN = 1.09  # of the share of memory bandwidth: copies reach 0.93 of it on GDDR6X (RTX 3090), 0.85 on HBM
 WATT_EXPONENT = 2 / 3  # of products by board power where it limits: P ~ f V^2 and V rises with f, less what idles

@@ -19,7 +19,7 @@ from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.tables.gpu_chips import CHIPS, HOPPER_TENSOR_FLOP, Generation
 from shardwise.trainer.planning.tables.gpu_names import GDDR_GENERATIONS
 from shardwise.trainer.spec.hardware import DeviceKind, LinkKind
-from shardwise.trainer.spec.strategy import Precision
+from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
 from shardwise.trainer.spec.value import Value
 
 # Sustained 16-bit products per watt relative to Hopper. Ampere's is above what limits an A100, so no row depends on
@@ -36,6 +36,7 @@ WATT_BY_GENERATION = {
 }
 # Watts of the board that a chip was made for; smaller boards of the same chip are capped. Others: their own.
 REFERENCE_WATTS = {Generation.AMPERE: 400.0, Generation.HOPPER: 700.0, Generation.BLACKWELL: 1000.0}
+_FP8_PEAKS = 2  # of 16-bit units: datasheets from Ada on
 EMULATED_SHARE = 0.25  # of the fp32 peak: 16-bit types without a unit are converted operation by operation
 COPY_DURING_PRODUCTS = 0.9  # a copy on H200 reaches 4.0 of 4.8 TB/s, elementwise kernels of a step 0.749 of it
 LINK_DURING_PRODUCTS = 0.62  # nccl-tests reach 231 of 300 GB/s on A100, collectives of a step 0.479 of it
@@ -55,7 +56,7 @@ class Rates(Value, frozen=True, kw_only=True):
     """Rates of one device, per second."""
 
     matmul: float  # FLOP, in the computing type
-    linear: float  # the same in linear layers: fp8 where it is on
+    fp8: float  # the same in the linear layers that run in fp8
     attention: float
     fp32: float  # products in fp32, outside tensor units
     memory: float  # bytes
@@ -74,6 +75,7 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
         device,
         configuration.strategy.precision,
         is_tf32=configuration.tf32,
+        fp8_recipe=configuration.fp8_recipe,
         flash_generation=configuration.policy.flash_generation
         or reference_of(configuration.reference).flash_generation,
         spans_nodes=configuration.num_ranks > configuration.ranks_per_node,
@@ -81,13 +83,21 @@ def rates_of(configuration: Configuration, device: Device) -> Rates:
 
 
 @once
-def _rates(device: Device, precision: Precision, *, is_tf32: bool, flash_generation: int, spans_nodes: bool) -> Rates:
+def _rates(
+    device: Device,
+    precision: Precision,
+    *,
+    is_tf32: bool,
+    fp8_recipe: Fp8Recipe | None,
+    flash_generation: int,
+    spans_nodes: bool,
+) -> Rates:
     exact = _matmul_rate(device, precision)
     matmul = max(exact, _tf32_rate(device)) if is_tf32 else exact
     inner, network = _inner_link(device), _network_rate(device)
     return Rates(
         matmul=matmul,
-        linear=_fp8_rate(device, matmul) if precision is Precision.FP8 else matmul,
+        fp8=_fp8_rate(device, matmul, fp8_recipe) if precision is Precision.FP8 else matmul,
         attention=_attention_rate(device, precision, exact, flash_generation),
         fp32=device.peak_flops_per_s(Precision.FP32) or matmul,
         memory=_memory_rate(device),
@@ -204,12 +214,18 @@ def _power_limited_rate(generation: Generation, watts: float, rated_watts: float
     return float(uncapped * (watts / reference) ** constants.WATT_EXPONENT)
 
 
-def _fp8_rate(device: Device, matmul: float) -> float:
-    if device.measured_fp8_speedup is not None:
-        return device.measured_fp8_speedup * matmul
+def saved_by_fp8(device: Device, recipe: Fp8Recipe | None) -> float | None:
+    """Seconds a FLOP of converted layers, by a timing of this model's blocks on this device; None if it has none."""
+    return next((saved for timed, saved in device.measured_fp8_savings if timed is recipe), None)
+
+
+def _fp8_rate(device: Device, matmul: float, recipe: Fp8Recipe | None) -> float:
+    saved, peak = saved_by_fp8(device, recipe), device.peak_flops_per_s(Precision.FP8)
+    if saved is not None:
+        return 1 / max(1 / matmul - saved, 1 / (peak or _FP8_PEAKS * matmul))
     if device.measured_fp8_flops_per_s is not None:
         return float(device.measured_fp8_flops_per_s)
-    return constants.FP8_GAIN * matmul if device.peak_flops_per_s(Precision.FP8) is not None else matmul
+    return constants.FP8_GAIN * matmul if peak is not None else matmul
 
 
 def _attention_rate(device: Device, precision: Precision, matmul: float, flash_generation: int) -> float:

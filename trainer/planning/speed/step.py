@@ -47,6 +47,7 @@ attention and memory:
 """
 
 import math
+from collections.abc import Collection
 
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, same_for_all
 from shardwise.trainer.planning.device import Device
@@ -61,7 +62,7 @@ from shardwise.trainer.planning.memory.precision_policy import (
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
 from shardwise.trainer.planning.speed import constants as constants
-from shardwise.trainer.planning.speed.rates import Rates, rates_of, speed_notes
+from shardwise.trainer.planning.speed.rates import Rates, rates_of, saved_by_fp8, speed_notes
 from shardwise.trainer.planning.speed.work import (
     LIGER_GRADIENT_BYTES,
     LIGER_WEIGHT_BYTES,
@@ -72,6 +73,7 @@ from shardwise.trainer.planning.speed.work import (
     SLICE_WEIGHT_BYTES,
     TILE_TOKENS,
     Adapters,
+    LinearWork,
     Work,
     adapters_of,
     elementwise_bytes,
@@ -85,14 +87,15 @@ from shardwise.trainer.planning.speed.work import (
     work_of,
 )
 from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.fp8 import FP8_RECIPES, Shape, converted_shapes
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import GaloreJob
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.plan import SpeedEstimate
-from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Method, Precision
+from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, Fp8Recipe, LossHead, Method, Precision
 from shardwise.trainer.spec.value import Value
 
-__all__ = ["estimate_speed", "evaluation_seconds", "flops_per_token", "speed_notes", "step_seconds"]
+__all__ = ["estimate_speed", "evaluation_seconds", "flops_per_token", "fp8_share", "speed_notes", "step_seconds"]
 
 
 def flops_per_token(shape: ModelShape, seq_len: int, method: Method) -> float:
@@ -159,7 +162,7 @@ def computing_seconds(configuration: Configuration, shape: ModelShape, device: D
     work, rates, adapters = work_of(shape), rates_of(configuration, device), adapters_of(shape, configuration)
     is_cpu = device.kind is DeviceKind.CPU
     busy = device_seconds(shape, configuration, work, adapters, rates, device, training_passes(configuration))
-    host = host_seconds(shape, configuration, work, adapters, is_cpu=is_cpu)
+    host = host_seconds(shape, configuration, work, adapters, device)
     if configuration.runs_reference:
         busy += device_seconds(shape, configuration, work, adapters, rates, device, FORWARD)
         host += forward_host_seconds(configuration, work, adapters, is_cpu=is_cpu)
@@ -472,16 +475,20 @@ def device_seconds(
 ) -> float:
     """Seconds of one micro batch on the device."""
     tokens, precision = tokens_computed(configuration), configuration.strategy.precision
-    width = precision.compute_bytes
+    width, fp8_recipe = precision.compute_bytes, configuration.fp8_recipe
+    converted = frozenset() if fp8_recipe is None else converted_shapes(shape, fp8_recipe)
+    is_timed = saved_by_fp8(device, fp8_recipe) is not None
     seconds = bytes_moved = 0.0
     for group in work.linears:
         weight, sent = group.inputs * group.outputs, tokens * group.num_used
         read = min(group.num_copies, sent) * weight
         rows = sent if group.num_copies == 1 else sent + group.num_copies * TILE_TOKENS / 2
         traffic = width * (sent * (group.inputs + group.outputs) + read)
-        seconds += group.num_layers * passes.products * both(2 * rows * weight / rates.linear, traffic / rates.memory)
-        if precision is Precision.FP8 and device.measured_fp8_speedup is None:
-            # Casts of input, output gradient and weight; a speed-up of whole layers has them in it.
+        is_fp8 = _is_converted(group, converted)
+        rate = rates.fp8 if is_fp8 else rates.matmul
+        seconds += group.num_layers * passes.products * both(2 * rows * weight / rate, traffic / rates.memory)
+        if is_fp8 and not is_timed:
+            # Casts of input, output gradient and weight; what was timed has them in it.
             bytes_moved += group.num_layers * 2 * traffic
     if configuration.method is Method.QLORA:  # four bits in, sixteen out
         bytes_moved += (passes.products) * 2.5 * work.linear_parameters
@@ -504,9 +511,10 @@ def device_seconds(
 
 
 def host_seconds(
-    shape: ModelShape, configuration: Configuration, work: Work, adapters: Adapters, *, is_cpu: bool
+    shape: ModelShape, configuration: Configuration, work: Work, adapters: Adapters, device: Device
 ) -> float:
     """Seconds in which the host starts the operators of one micro batch."""
+    is_cpu = device.kind is DeviceKind.CPU
     an_operator = constants.CPU_OPERATOR_S if is_cpu else constants.OPERATOR_S
     in_blocks, slices = operators(configuration, work, adapters), _num_slices(configuration, shape)
     if _is_own_fused(configuration):
@@ -518,7 +526,28 @@ def host_seconds(
         and not configuration.compile
     ):
         seconds += SELECTIVE_OPERATOR_S * in_blocks
+    fp8_recipe = configuration.fp8_recipe
+    if fp8_recipe is not None and not FP8_RECIPES[fp8_recipe].is_compiled and saved_by_fp8(device, fp8_recipe) is None:
+        num_layers = _num_converted(work, converted_shapes(shape, fp8_recipe))
+        seconds += constants.TE_LAYER_S * (3 + (recomputation(configuration) > 0)) * num_layers
     return seconds
+
+
+def fp8_share(shape: ModelShape, fp8_recipe: Fp8Recipe) -> float:
+    """Share of the FLOPs of the blocks' linear layers that run in FP8."""
+    shapes, flops = converted_shapes(shape, fp8_recipe), [0.0, 0.0]
+    for group in work_of(shape).linears:
+        flops[_is_converted(group, shapes)] += group.num_layers * group.num_used * group.inputs * group.outputs
+    return flops[True] / sum(flops)
+
+
+def _num_converted(work: Work, shapes: Collection[Shape]) -> int:
+    converted = (group for group in work.linears if _is_converted(group, shapes))
+    return sum(group.num_layers for group in converted)
+
+
+def _is_converted(group: LinearWork, shapes: Collection[Shape]) -> bool:
+    return group.num_copies == 1 and (group.inputs, group.outputs) in shapes
 
 
 def forward_host_seconds(configuration: Configuration, work: Work, adapters: Adapters, *, is_cpu: bool) -> float:

@@ -19,9 +19,10 @@ list of modules that holds the most parameters. An attention module is the one i
 cache of keys and values (`layer_idx`) and how its heads are cut.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +38,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.strategy import Checkpointing
 
+MAX_KINDS = 12  # of blocks; where there seem to be more, numbers in their modules do not count
+_PLACE = re.compile(r"(?:.*_)?(?:layer_?)?(?:idx|id|index|number)")  # names of a block's place among the others
 _HEAD_FIELDS = ("head_dim", "head_size", "num_heads", "n_heads")
 
 
@@ -222,6 +225,40 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         return found
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=_num_parameters).children()) if lists else []
+
+
+class Blocks(NamedTuple):
+    """The blocks of a model by kind."""
+
+    modules: list[nn.Module]  # the first of each kind
+    order: tuple[int, ...]
+
+
+def kinds_of(blocks: Sequence[nn.Module]) -> Blocks:
+    """Blocks that are built alike: the same modules with the same sizes, switches and windows."""
+    for counts_numbers in (True, False):
+        forms = [_form(block, counts_numbers=counts_numbers) for block in blocks]
+        kinds = list(dict.fromkeys(forms))
+        if len(kinds) <= MAX_KINDS:
+            break
+    return Blocks([blocks[forms.index(kind)] for kind in kinds], tuple(kinds.index(form) for form in forms))
+
+
+def _form(block: nn.Module, *, counts_numbers: bool) -> tuple[Any, ...]:
+    kinds = (bool, str, int) if counts_numbers else (bool, str)
+    return tuple(
+        (
+            path,
+            type(module),
+            tuple(
+                (name, value)
+                for name, value in vars(module).items()
+                if isinstance(value, kinds) and name[0] != "_" and not _PLACE.fullmatch(name)
+            ),
+            tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False)),
+        )
+        for path, module in block.named_modules()
+    )
 
 
 def _num_parameters(module: nn.Module) -> int:

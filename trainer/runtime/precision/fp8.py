@@ -7,11 +7,11 @@ region, under every engine. Everything else computes as under bf16-mixed.
 The tokens of a micro batch are a dimension of the products: a padded batch is padded further to the next multiple
 (labels ignored, invisible to causal attention). Without labels (generation, one token at a time) products are 16 bit.
 
-Converted is every plain `nn.Linear` inside the decoder blocks. Excluded are the head and the embeddings (their errors
-reach the loss undamped), adapters (too small to gain), routers (a rounded score sends a token to another expert),
-experts (the number of their tokens is not known beforehand), layers of another class (4-bit bases), and layers with a
-dimension that is no multiple of the tile of FP8 units. NVFP4 also excludes the first two and the last blocks, about
-15 % of them (arXiv:2509.25149, section 4.1).
+Converted is every plain `nn.Linear` inside the decoder blocks that is large enough to gain (`spec.fp8`). Excluded are
+the head and the embeddings (their errors reach the loss undamped), adapters (too small to gain), routers (a rounded
+score sends a token to another expert), experts (the number of their tokens is not known beforehand), layers of another
+class (4-bit bases), and layers with a dimension that is no multiple of the tile of FP8 units. NVFP4 also excludes the
+first two and the last blocks, about 15 % of them (arXiv:2509.25149, section 4.1).
 
 Transformer Engine (2.10 to 2.20): the parameters stay in high precision under their names and are quantised in every
 product. The layer's own state (`_extra_state`: scales and their history) is in no state dict, so checkpoints and
@@ -19,9 +19,15 @@ exports are those of the plain model; scales are computed again after a resume. 
 `transformer_engine.pytorch.autocast` is open. A block that is recomputed in the backward pass runs outside of the
 forward that opened it, so each layer opens it again if it is closed while gradients are recorded.
 
+Its CUDA graphs (2.20, `make_graphed_callables`) replay the sizes and the addresses of their capture, and refuse
+autocast that caches its casts. Here a padded micro batch has a width of its own, FSDP2 and ZeRO-3 gather a weight to
+another address each time, and autocast caches. So its layers run eagerly, with a millisecond of Python each.
+
 torchao: the layer has no state besides its parameters; scales come from the tensors of each product. Speed needs
 torch.compile, which fuses the casts. A product is counted if `aten::_scaled_mm` was called; a compiled block shows no
-such calls, so there the class of the layers is the proof.
+such calls, so there the class of the layers is the proof. Its gather of weights in FP8
+(`enable_fsdp_float8_all_gather`) stays off: parameters would be of a class of its own, which neither checkpoints nor
+sharded loading know. So does `pad_inner_dim`: layers whose sizes do not divide stay in 16 bit.
 """
 
 import re
@@ -44,14 +50,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shardwise.trainer.runtime.loss import IGNORED
 from shardwise.trainer.runtime.models.build import Fp8
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
+from shardwise.trainer.spec.fp8 import FP8_RECIPES, Fp8Package, Shape
 from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
-
-TRANSFORMER_ENGINE, TORCHAO = "transformer_engine", "torchao"
-EXPERIMENTAL = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)
-_TORCHAO = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE)
-_DISTRIBUTIONS = {TRANSFORMER_ENGINE: "transformer-engine", TORCHAO: "torchao"}
 
 Region: TypeAlias = "TransformerEngineRegion | TorchaoRegion"
 
@@ -68,11 +70,6 @@ class Fp8Layers(NamedTuple):
         return "; ".join(f"{len(names)} {reason} ({_first(names)})" for reason, names in self.skipped.items()) or "none"
 
 
-def package_of(recipe: Fp8Recipe) -> str:
-    """The library that a recipe belongs to."""
-    return TORCHAO if recipe in _TORCHAO else TRANSFORMER_ENGINE
-
-
 def check_precision(precision: Precision) -> None:
     """InputError for a precision whose library is not here, before a model is loaded for it."""
     if precision is Precision.FP8:
@@ -81,10 +78,10 @@ def check_precision(precision: Precision) -> None:
 
 def check_some_backend() -> None:
     """InputError where neither library is installed."""
-    if not any(find_spec(package) for package in _DISTRIBUTIONS):
+    if not any(find_spec(package.module) for package in Fp8Package):
         raise InputError(
-            "pin.precision: fp8 needs Transformer Engine or torchao, and neither is installed; use bf16-mixed, or\n"
-            f"{_line_of(TORCHAO)}\n{_line_of(TRANSFORMER_ENGINE)}"
+            "pin.precision: fp8 needs torchao or Transformer Engine, and neither is installed; use bf16-mixed, or\n"
+            f"{_line_of(Fp8Package.TORCHAO)}\n{_line_of(Fp8Package.TRANSFORMER_ENGINE)}"
         )
 
 
@@ -105,32 +102,41 @@ def install_fp8(model: PreTrainedModel, chosen: Candidate) -> Fp8:
         )
     made = _convert(model, layers, region)
     replaceable: Any = model
-    replaceable.forward = _forward_in(region, model.forward, token_multiple(recipe))
-    return Fp8(recipe, package_of(recipe), type(region.recipe).__name__, made, layers.skipped_text)
+    replaceable.forward = _forward_in(region, model.forward, FP8_RECIPES[recipe].token_multiple)
+    return Fp8(recipe, FP8_RECIPES[recipe].package, type(region.recipe).__name__, made, layers.skipped_text)
 
 
 def fp8_region(recipe: Fp8Recipe) -> Region:
     """The region that converts layers and opens FP8 for a recipe; InputError if its library is missing or refuses."""
-    package = package_of(recipe)
-    if find_spec(package) is None:
+    package = FP8_RECIPES[recipe].package
+    if find_spec(package.module) is None:
         raise InputError(
-            f"pin.fp8_recipe: {recipe} needs {_DISTRIBUTIONS[package]}, which is not installed; use bf16-mixed, or\n"
-            f"{_line_of(package)}"
+            f"pin.fp8_recipe: {recipe} needs {package}, which is not installed; use bf16-mixed, or\n{_line_of(package)}"
         )
-    return TorchaoRegion(recipe) if recipe in _TORCHAO else TransformerEngineRegion(recipe)
+    return TorchaoRegion(recipe) if package is Fp8Package.TORCHAO else TransformerEngineRegion(recipe)
 
 
-def _line_of(package: str) -> str:
+def _line_of(package: Fp8Package) -> str:
     """The line that installs a library, with a comment that a shell passes over."""
-    if package == TORCHAO:
-        return f"{extra_line('torchao')} # for pin.fp8_recipe: torchao_tensorwise or torchao_rowwise"
-    return f"{extra_line('fp8')} # compiles for minutes with nvcc; for CUDA 12: transformer-engine[core_cu12,pytorch]"
+    if package is Fp8Package.TORCHAO:
+        return f"{extra_line(package.extra)} # for pin.fp8_recipe: torchao_tensorwise or torchao_rowwise"
+    why = "compiles for minutes with nvcc; for CUDA 12: transformer-engine[core_cu12,pytorch]"
+    return f"{extra_line(package.extra)} # {why}"
 
 
 def check_fp8_ran(fp8: Fp8 | None, model: nn.Module) -> None:
-    """EnvironmentFaultError if, after a step, the layers of an fp8 run have multiplied nothing in FP8."""
+    """EnvironmentFaultError if, after a step, the model has lost FP8 layers, or they have multiplied nothing in FP8."""
+    if fp8 is None:
+        return
+    present = set(map(id, model.modules()))
+    lost = [name for name, layer in fp8.layers.items() if id(layer) not in present]
+    if lost:
+        raise EnvironmentFaultError(
+            f"fp8: {len(lost)} of {len(fp8.layers)} layers that {fp8.package} converted are no longer in the model "
+            f"({_first(tuple(lost))}); set pin.precision: bf16-mixed"
+        )
     is_compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-    if fp8 is not None and fp8.num_products == 0 and not is_compiled:
+    if fp8.num_products == 0 and not is_compiled:
         raise EnvironmentFaultError(
             f"fp8: {len(fp8.layers)} layers were converted by {fp8.package}, and no product of the first step was FP8; "
             "set pin.precision: bf16-mixed"
@@ -139,19 +145,20 @@ def check_fp8_ran(fp8: Fp8 | None, model: nn.Module) -> None:
 
 def library_of(recipe: Fp8Recipe) -> str:
     """The distribution that a recipe computes with, and its version."""
-    package = package_of(recipe)
-    return f"{_DISTRIBUTIONS[package]} {_version(package)}"
+    package = FP8_RECIPES[recipe].package
+    return f"{package} {_version(package)}"
 
 
 def fp8_facts(fp8: Fp8 | None) -> dict[str, str]:
     """Text of what was observed of FP8 after a step; empty without FP8."""
     if fp8 is None:
         return {}
-    mark = " (experimental)" if fp8.recipe in EXPERIMENTAL else ""
+    mark = " (experimental)" if FP8_RECIPES[fp8.recipe].is_experimental else ""
     return {
         "fp8 recipe": f"{fp8.recipe}{mark}: {fp8.recipe_class}",
         "fp8 library": library_of(fp8.recipe),
         "fp8 layers": str(len(fp8.layers)),
+        "fp8 layer class": ", ".join(sorted({type(layer).__name__ for layer in fp8.layers.values()})),
         "fp8 products": f"{fp8.num_products} in forwards" if fp8.num_products else "not counted in compiled blocks",
         "fp8 layers left in 16 bit": fp8.skipped,
     }
@@ -203,19 +210,18 @@ def padded_to_multiple(inputs: dict[str, Any], multiple: int) -> dict[str, Any]:
     return {**inputs, **{name: functional.pad(inputs[name], (0, extra), value=value) for name, value in fill.items()}}
 
 
-def _version(package: str) -> str:
+def _version(package: Fp8Package) -> str:
     try:
-        return version(_DISTRIBUTIONS[package])
+        return version(package)
     except PackageNotFoundError:
         return "(no version)"
 
 
-_TILES = {Fp8Recipe.BLOCK: 128, Fp8Recipe.MXFP8: 32, Fp8Recipe.NVFP4: 32}
-_PLAIN_TILE = 16
 _FIRST_BLOCKS, _LAST_SHARE = 2, 8 / 62  # of NVFP4: 2 and 8 of 62 blocks
 _SHOWN = 3
 
 OUTSIDE, ADAPTER, ROUTER, EXPERT, EDGE = "outside the blocks", "adapters", "routers", "experts", "first or last blocks"
+SMALL = "too small to gain"
 _PARTS = ((ADAPTER, re.compile(r"^lora_")), (ROUTER, re.compile(r"^(router|gate|shared_expert_gate)$")),
           (EXPERT, re.compile(r"^experts?$")))  # fmt: skip
 
@@ -234,17 +240,15 @@ def fp8_layers(model: nn.Module, recipe: Fp8Recipe) -> Fp8Layers:
             chosen[name] = layer
         else:
             skipped.setdefault(reason, []).append(name)
+    converted = FP8_RECIPES[recipe].converts(map(_shape, chosen.values()))
+    for name in [name for name, layer in chosen.items() if _shape(layer) not in converted]:
+        skipped.setdefault(SMALL, []).append(name)
+        del chosen[name]
     return Fp8Layers(chosen, {reason: tuple(names) for reason, names in skipped.items()})
 
 
-def tile(recipe: Fp8Recipe) -> int:
-    """Size of which both dimensions of a weight must be a multiple."""
-    return _TILES.get(recipe, _PLAIN_TILE)
-
-
-def token_multiple(recipe: Fp8Recipe) -> int:
-    """Size of which the tokens of a micro batch must be a multiple: they are the third dimension of the products."""
-    return 32 if recipe in (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4) else 16
+def _shape(layer: nn.Linear) -> Shape:
+    return layer.in_features, layer.out_features
 
 
 def _obstacle(
@@ -258,8 +262,8 @@ def _obstacle(
             return reason
     if type(layer) is not nn.Linear:
         return f"of class {type(layer).__name__}"
-    if any(size % tile(recipe) for size in (layer.in_features, layer.out_features)):
-        return f"with a dimension that is no multiple of {tile(recipe)}"
+    if not FP8_RECIPES[recipe].fits(_shape(layer)):
+        return f"with a dimension that is no multiple of {FP8_RECIPES[recipe].tile}"
     return EDGE if any(name.startswith(f"{block}.") for block in edges) else None
 
 

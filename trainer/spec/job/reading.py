@@ -419,9 +419,10 @@ def _cpu_adam(job: Job) -> str | None:
 
 
 def _fp8_recipe(job: Job) -> str | None:
-    if job.pin.fp8_recipe is None or job.pin.precision is Precision.FP8:
+    is_allowed = job.pin.precision is None and Allowance.FP8 in job.allow
+    if job.pin.fp8_recipe is None or job.pin.precision is Precision.FP8 or is_allowed:
         return None
-    return f"pin.fp8_recipe: {job.pin.fp8_recipe} needs pin.precision: fp8"
+    return f"pin.fp8_recipe: {job.pin.fp8_recipe} needs allow: [fp8], or pin.precision: fp8"
 
 
 def _galore_optimizer(job: Job) -> str | None:

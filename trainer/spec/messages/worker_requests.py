@@ -143,11 +143,13 @@ class GatherResult(Value, frozen=True, kw_only=True):
 
 
 class Fp8GainRequest(Value, frozen=True, kw_only=True):
-    """The request to time FP8: a model's config.json, the tokens of one micro batch, and the scaling recipe."""
+    """The request to time FP8: a model's config.json, the tokens of one micro batch in rows, and scaling recipes."""
 
     model_config: dict[str, Any]
     tokens: int
-    recipe: Fp8Recipe = Fp8Recipe.CURRENT
+    seq_len: int
+    recipes: tuple[Fp8Recipe, ...]
+    compiles: bool = True  # blocks may run under torch.compile
 
 
 class Fp8GainKey(Value, frozen=True, kw_only=True):
@@ -156,8 +158,10 @@ class Fp8GainKey(Value, frozen=True, kw_only=True):
     model_type: str
     layers: tuple[tuple[int, int, int], ...]  # (inputs, outputs, number in the model) of the blocks' linear layers
     device: str  # GPU catalogue or probe name
-    recipe: Fp8Recipe
+    recipes: tuple[Fp8Recipe, ...]
+    compiles: bool
     tokens: int
+    seq_len: int
     versions: dict[str, str]
 
 
