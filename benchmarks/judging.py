@@ -94,7 +94,7 @@ def _stated(row: Row, counter: str) -> float | None:
     read = read_case(row.case)
     sharding, method = read.configuration.strategy.sharding, read.configuration.method
     if counter == "tokens_per_s_per_gpu":
-        usual = usual_error(read.device)
+        usual = usual_error(read.device, has_experts=_has_experts(row))
         return None if usual is None else max(usual, prediction_error(read.configuration))
     kind = PEAK.get((sharding.uses_fsdp, method))
     return None if kind is None else kind.error

@@ -235,7 +235,7 @@ def _prediction(context: PlanningContext, plan: Plan, report: Report, _: Observe
     if busy_cores(report) is not None:
         return
     off = max(expected, found) / min(expected, found)
-    usual = usual_error(context.device)
+    usual = usual_error(context.device, has_experts=context.shape.num_experts > 1)
     if usual is None or off > 1 + usual:
         text = (
             f"a step took {format_seconds(found)}, predicted were {format_seconds(expected)}: shardwise probe "

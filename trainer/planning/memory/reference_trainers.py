@@ -65,6 +65,7 @@ class ReferenceTrainer(Value, frozen=True, kw_only=True):
     fuses_adamw: bool = False  # its plain AdamW is PyTorch's fused one, not foreach
     keeps_table_state: bool = False  # 8-bit optimizers keep fp32 state for the embedding
     dequantises_states: bool = False  # 8-bit state: fp32 copies of one tensor's state and weight during its update
+    expands_segments: bool = True  # PYTORCH_ALLOC_CONF=expandable_segments:True, as our launcher sets it
     loads_whole_model: bool = False  # the 16-bit model is on each device before it is sharded
     # Speed alone:
     flash_generation: int = 2  # of FlashAttention, under `flash` and `sdpa`
@@ -100,6 +101,7 @@ _HF_TRAINER = ReferenceTrainer(
     keeps_table_state=True,
     wraps_adapters=True,
     sub_group_elements=10**9,
+    expands_segments=False,
 )
 _FUSED_KERNELS = replace(
     _HF_TRAINER,
@@ -120,10 +122,12 @@ _DEEPSPEED = ReferenceTrainer(
     "runtime/zero/config.py: sub_group_size 1e9",
     fuses_adamw=True,
     sub_group_elements=10**9,
+    expands_segments=False,
 )
 _TORCHTITAN = ReferenceTrainer(
     name="torchtitan",
-    source="torchtitan: fully_shard on each block, reduce_dtype fp32, cross_entropy(pred.float())",
+    source="torchtitan: fully_shard on each block, reduce_dtype fp32, cross_entropy(pred.float()), run_train.sh "
+    "(expandable segments)",
     logits={LossHead.EAGER: LogitBytes(forward=10, backward=12)},
     frozen_block_arrays=1,
     repeats_kv=True,
@@ -142,6 +146,7 @@ _TORCHTUNE = replace(
     quant=Quant.NF4_DQ,
     splits_tables=False,
     dequantises_states=True,
+    expands_segments=False,
 )
 _KEMPNERFORGE = replace(
     _TORCHTITAN,
@@ -160,6 +165,7 @@ _LITGPT = ReferenceTrainer(
     repeats_kv=True,
     uses_fsdp1=True,
     loads_whole_model=True,
+    expands_segments=False,
 )
 _FSDP_QLORA = replace(
     _HF_TRAINER,
@@ -181,6 +187,7 @@ _LLM_FOUNDRY = ReferenceTrainer(
     uses_fsdp1=True,
     reduces_every_micro_batch=True,
     fuses_adamw=True,
+    expands_segments=False,
     flash_generation=1,
     logit_bytes={LossHead.EAGER: 14},
 )
@@ -190,7 +197,8 @@ _PRIME_RL = ReferenceTrainer(
     name="prime-rl",
     source="prime-rl d8f290e trainer/model.py (fp32 model, also under adapters; fully_shard of each block, tables "
     "with the root if tied; logits.float()), trainer/sft/train.py (torch's cross-entropy, every micro batch reduced in "
-    "fp32), models/layers/lm_head.py (the head of trainer/rl/train.py), trainer/optim.py (foreach AdamW)",
+    "fp32), .github/workflows/benchmarks.yaml (expandable segments), models/layers/lm_head.py (the head of "
+    "trainer/rl/train.py), trainer/optim.py (foreach AdamW)",
     logits={
         # fp32 logits, held until the step ends, and log-softmax; two fp32 gradients of that
         LossHead.EAGER: LogitBytes(forward=8, backward=16),

@@ -2,7 +2,8 @@
 
 `SPEED` and `PEAK` state the error of nine in ten predictions, rounded up to 5 %, of published runs whose trainer or
 machine no constant was fitted to: rows of benchmarks/measured_unfitted.jsonl for the speed; for the peak those of
-measured_public.jsonl, predicted as an unknown trainer. tests/planning/test_accuracy.py compares both with the rows. A
+measured_public.jsonl, predicted as an unknown trainer. Speeds of mixtures of experts have a range of their own.
+tests/planning/test_accuracy.py and test_judging.py compare them with the rows. A
 strategy without a row there has been compared with no measurement on a GPU, and the plan states so. On a CPU the tests
 compare the peak with the allocator events of PyTorch's profiler (docs/memory-model.md).
 """
@@ -37,6 +38,8 @@ SPEED = {
     True: Compared(num_rows=71, error=0.15),  # of well-known cards
     False: Compared(num_rows=29, error=0.70),
 }
+# Of mixtures of experts on well-known cards and B200: the even rows of benchmarks/measured_judging.jsonl.
+EXPERTS_SPEED = Compared(num_rows=8, error=0.20)
 # By (weights sharded by FSDP, method).
 PEAK = {
     (False, Method.FULL): Compared(num_rows=17, error=0.15),
@@ -52,7 +55,7 @@ TRIAL_SPEED = 0.05  # three steps of the very configuration
 FIRM_RUNS = 3  # whose spread is a range
 
 
-def usual_error(device: Device) -> float | None:
+def usual_error(device: Device, *, has_experts: bool) -> float | None:
     """Expected error of a predicted step time, as a share, before any run on this device.
 
     None if the speed of the device is not known, so that nothing was predicted.
@@ -61,7 +64,8 @@ def usual_error(device: Device) -> float | None:
         return None
     if device.kind is DeviceKind.CPU or device.is_rated_by_driver:
         return ASSUMED_SPEED
-    return SPEED[is_well_known(device.name)].error
+    of_card = SPEED[is_well_known(device.name)].error
+    return max(of_card, EXPERTS_SPEED.error) if has_experts else of_card
 
 
 def is_well_known(card: str) -> bool:
@@ -76,7 +80,7 @@ def time_error(context: PlanningContext, candidate: Candidate) -> float | None:
     """
     if candidate.strategy.name in context.corrections.tried:
         return TRIAL_SPEED
-    usual = usual_error(context.device)
+    usual = usual_error(context.device, has_experts=context.shape.num_experts > 1)
     if usual is None:
         return None
     correction, of_configuration = (
