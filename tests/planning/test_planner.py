@@ -566,6 +566,17 @@ def test_several_cards_take_host_ram_only_for_more_than_the_errors_of_both_predi
         assert gain * error(plan.chosen) < 1.02 * (1 + candidates.UNCOMPARED_ERROR) ** 2 * error(other)
 
 
+def test_auto_is_lora_on_a_small_card_where_full_training_has_its_state_in_host_ram() -> None:
+    plan = plan_of("1b", "1xRTX-4060-8GB")
+    full = plan_of("1b", "1xRTX-4060-8GB", method=Method.FULL)
+    assert (plan.chosen.method, full.chosen.strategy.offload is Offload.NONE) == (Method.LORA, False)
+    assert "train.method=full" in note_of(plan, "train.method auto")
+    larger = plan_of("1b", "1xRTX-3090")
+    assert larger.chosen.method is Method.FULL and not any("train.method auto" in note for note in larger.notes)
+    scratch = plan_of("1b", "1xRTX-4060-8GB", job=job_of(from_scratch=True))
+    assert scratch.chosen.method is Method.FULL
+
+
 def test_a_plan_says_what_would_fill_the_card() -> None:
     plan = plan_of("1b", "1xRTX-4080", method=Method.LORA, seq_len=4096, tokens_per_step=131072)
     assert plan.chosen.memory.need_bytes < 0.97 * plan.chosen.memory.usable_bytes

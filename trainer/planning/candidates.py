@@ -353,6 +353,13 @@ def _tokens_scored(context: PlanningContext, configuration: Configuration) -> in
 
 # Of a run without limits.hours: `auto` prefers methods that take no longer, and a plan warns if it does.
 WISHED_HOURS = 24.0
+SMALL_CARD_BYTES = 16 * GIB  # `auto` trains all weights on such cards only if their state stays there
+
+
+def wishes_adapters(context: PlanningContext) -> bool:
+    """True if `auto` prefers adapters to full training with its state in host RAM: on small cards."""
+    is_open = context.job.train.method is None and context.job.model.config is None
+    return is_open and not context.is_cpu and context.device.usable_bytes <= SMALL_CARD_BYTES
 
 
 def run_cost(context: PlanningContext, hours: float) -> float | None:

@@ -5,8 +5,9 @@
 2. Every strategy of the catalogue is refused by a rule or searched for its best configuration. Those within every
    budget are ranked (`choice`); the others are rejected with the number or the rule.
 3. The method is the job's, or under `auto` the first of full, galore, lora, qlora that runs within the limits, and
-   within a day if there is no limit of hours; if none does, the fastest. Where lora would stream its base from host RAM
-   it is qlora unless lora is faster.
+   within a day if there is no limit of hours; if none does, the fastest. On cards of at most 16 GiB lora comes before
+   full training that has its state in host RAM. Where lora would stream its base from host RAM it is qlora unless lora
+   is faster.
 4. The first candidate is chosen; fallbacks and the table of methods are added.
 """
 
@@ -26,6 +27,7 @@ from shardwise.trainer.planning.candidates import (
     configuration_of,
     run_hours,
     upper_seconds,
+    wishes_adapters,
 )
 from shardwise.trainer.planning.configuration import group_sizes
 from shardwise.trainer.planning.context import PlanningContext
@@ -317,13 +319,19 @@ def _rank_methods(
         if is_requested and rankings[method].candidates:
             hours[method] = run_hours(context, rankings[method].candidates[0])
             is_in_time = context.job.limits.hours is not None or hours[method] <= WISHED_HOURS
-            taken = method if is_in_time else None
+            taken = method if is_in_time and not _is_for_host(context, rankings[method].candidates[0]) else None
     if taken is None and hours:
         taken = min(hours, key=lambda method: hours[method])
     if taken is Method.LORA and Method.QLORA in wanted and _streams(rankings[taken]):
         rankings[Method.QLORA] = ranked(Method.QLORA)
         taken = _without_streaming(contexts, rankings)
     return taken, rankings
+
+
+def _is_for_host(context: PlanningContext, chosen: Candidate) -> bool:
+    """True of full training with its state in host RAM, and of its approximation, where a first user wants adapters."""
+    is_hosted = chosen.strategy.offload is not Offload.NONE or context.method is Method.GALORE
+    return wishes_adapters(context) and not context.method.freezes_base and is_hosted
 
 
 def _streams(ranking: Ranking) -> bool:

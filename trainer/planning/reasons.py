@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import asdict, replace
 
 from shardwise.trainer.planning.candidates import (
+    SMALL_CARD_BYTES,
     WISHED_HOURS,
     candidate_of,
     configuration_of,
     prediction_error,
     roomy_need,
     run_hours,
+    wishes_adapters,
     with_micro_batch,
 )
 from shardwise.trainer.planning.configuration import Configuration
@@ -107,6 +109,7 @@ def notes(
     """Cautions about the plan that chooses `candidates[0]`."""
     chosen = candidates[0]
     return (
+        *_method_notes(context),
         *_batch_notes(context, chosen),
         *_extension_notes(context),
         *_data_notes(data, chosen, can_pack=context.shape.packing_obstacle is None),
@@ -120,6 +123,14 @@ def notes(
         *speed_notes(context.device),
         *context.hardware.notes,
     )
+
+
+def _method_notes(context: PlanningContext) -> Iterator[str]:
+    if wishes_adapters(context) and context.method.freezes_base:
+        yield (
+            f"train.method auto is {context.method} on a card of at most {format_bytes(SMALL_CARD_BYTES)}, unless the "
+            "state of full training fits it; train.method=full trains every weight, where host RAM has room"
+        )
 
 
 def _compilation_notes(context: PlanningContext) -> Iterator[str]:
