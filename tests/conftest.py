@@ -23,7 +23,7 @@ start_warm_python()  # before the product is imported, which takes sys.executabl
 from slurm_cluster import slurm, slurm_cluster  # noqa: E402
 
 __all__ = ["slurm", "slurm_cluster", "state_folder_of_the_tests"]
-pytest_plugins = ["suite_end", "outcome_file", "durations", "long_groups", "changed_tests"]
+pytest_plugins = ["suite_end", "outcome_file", "durations", "long_groups", "product_coverage", "changed_tests"]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples on every run, and no limit of time that a busy machine would miss.

@@ -22,8 +22,8 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from py_compile import PycInvalidationMode
@@ -79,9 +79,16 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    place = Path(tempfile.mkdtemp(prefix="faults-of-tests-"))  # TemporaryDirectory also goes when a fork of a test ends
-    try:
+    with _workplace() as place:
         return _run(options, root, faults, place)
+
+
+@contextmanager
+def _workplace() -> Iterator[Path]:
+    """A folder of its own; a TemporaryDirectory would also go when a fork of a test ends."""
+    place = Path(tempfile.mkdtemp(prefix="faults-of-tests-"))
+    try:
+        yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -163,8 +170,23 @@ def _baseline(faults: Sequence[Fault]) -> list[Job]:
     return [Job(name=f"{BASELINE} {number}", tests=tuple(tests)) for number, tests in enumerate(groups, 1)]
 
 
+def run_copies(
+    root: Path, jobs: Sequence[Job], *, num_side_by_side: int, limit_s: float, on_result: Callable[[str, Result], None]
+) -> None:
+    """Runs jobs in copies of a repository, without a run of the tests before; each result is reported when known."""
+    with _workplace() as place:
+        _prepare(root, place, preload=True)
+        _run_jobs(jobs, root=root, place=place, num_side_by_side=num_side_by_side, limit_s=limit_s, on_result=on_result)
+
+
 def _run_jobs(
-    jobs: Sequence[Job], *, root: Path, place: Path, num_side_by_side: int, limit_s: float
+    jobs: Sequence[Job],
+    *,
+    root: Path,
+    place: Path,
+    num_side_by_side: int,
+    limit_s: float,
+    on_result: Callable[[str, Result], None] = lambda name, result: None,
 ) -> dict[str, Result]:
     """Results by name; each is printed when its job ends."""
     waiting = list(enumerate(jobs))
@@ -187,6 +209,7 @@ def _run_jobs(
                     continue
                 del running[pid]
                 results[job.name] = _result(job, folder, seconds, usage.ru_utime + usage.ru_stime)
+                on_result(job.name, results[job.name])
                 shutil.rmtree(folder, ignore_errors=True)
             time.sleep(0.05)
     finally:
