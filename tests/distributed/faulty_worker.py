@@ -17,7 +17,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from rank_process import attempt, end_group
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.trainer.runtime.data import batches
 from shardwise.trainer.runtime.loop import course
@@ -33,6 +35,31 @@ def rows_of_first_rank() -> AbstractContextManager[object]:
     """Every rank learns the rows of the first."""
     own = batches.step_micro_batches
     return patch.object(course, "step_micro_batches", lambda *args, **named: own(*args, **{**named, "rank": 0}))
+
+
+def gradient_not_averaged() -> AbstractContextManager[object]:
+    """Every rank updates its copy of the weights with the gradient of its own rows."""
+    own: Any = DistributedDataParallel.forward
+
+    def forward(self: DistributedDataParallel, *args: Any, **named: Any) -> object:
+        with self.no_sync():
+            return own(self, *args, **named)
+
+    return patch.object(DistributedDataParallel, "forward", forward)
+
+
+def gradient_averaged_twice() -> AbstractContextManager[object]:
+    """The mean over the ranks is divided by their number once more."""
+    own: Any = Accelerator.clip_grad_norm_
+
+    def clip(self: Accelerator, parameters: Any, *args: Any) -> Any:
+        listed = list(parameters)
+        for each in listed:
+            if each.grad is not None:
+                each.grad /= WORLD_SIZE
+        return own(self, listed, *args)
+
+    return patch.object(Accelerator, "clip_grad_norm_", clip)
 
 
 def gradient_of_next_rank() -> AbstractContextManager[object]:
@@ -53,6 +80,8 @@ def gradient_of_next_rank() -> AbstractContextManager[object]:
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "rows": rows_of_first_rank,
+    "alone": gradient_not_averaged,
+    "twice": gradient_averaged_twice,
     "shard": gradient_of_next_rank,
 }
 

@@ -10,14 +10,17 @@ from rank_factory import rank_plan, write_rows
 from shardwise.trainer.spec.engines import Sharding
 
 NUM_RANKS, NUM_STEPS = 2, 5
-OF_ROWS, OF_GRADIENT = "rows of a rank are not those", "is not the mean of what the ranks computed"
+OF_ROWS, OF_GRADIENT = "rows of a rank are not those", "the mean of what the ranks computed"
 CASES = {
     ("rows", Sharding.DDP): OF_ROWS,
     ("rows", Sharding.FSDP): OF_ROWS,
-    ("shard", Sharding.FSDP): OF_GRADIENT,
-    ("shard", Sharding.ZERO1): OF_GRADIENT,
-    ("shard", Sharding.ZERO2): OF_GRADIENT,
-    ("shard", Sharding.ZERO3): OF_GRADIENT,
+    ("alone", Sharding.DDP): f"is not {OF_GRADIENT}",
+    ("twice", Sharding.DDP): f"is 0.5 times {OF_GRADIENT}",
+    ("twice", Sharding.FSDP): f"is 0.5 times {OF_GRADIENT}",
+    ("shard", Sharding.FSDP): f"is not {OF_GRADIENT}",
+    ("shard", Sharding.ZERO1): f"is not {OF_GRADIENT}",
+    ("shard", Sharding.ZERO2): f"is not {OF_GRADIENT}",
+    ("shard", Sharding.ZERO3): f"is not {OF_GRADIENT}",
 }
 QUICK = ("shard", Sharding.FSDP)
 PARAMETERS = [
