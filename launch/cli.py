@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import NoReturn, cast
 
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
-from shardwise.trainer.spec.expressions import compiled_when_used
+from shardwise.trainer.spec.job.expressions import compiled_when_used
 
 with compiled_when_used():  # argparse imports gettext
     from shardwise.launch.options import parse_command_line

@@ -242,12 +242,20 @@ def _granted(partition: Partition, group: NodeGroup) -> tuple[int, int | None]:
 
 def _host(cores: int, ram: int | None, probed: Hardware | None) -> Host:
     if probed is None:
-        return Host(cpu_name=None, num_cores=cores, ram_bytes=ram, ram_available_bytes=None, pinned_limit_bytes=ram)
+        return Host(
+            cpu_name=None,
+            num_cores=cores,
+            ram_bytes=ram,
+            ram_available_bytes=None,
+            usable_ram_bytes=ram,
+            pinned_limit_bytes=ram,
+        )
     return replace(
         probed.host,
         num_cores=cores,
         ram_bytes=ram,
         ram_available_bytes=None,
+        usable_ram_bytes=ram,
         pinned_limit_bytes=_least(ram, probed.host.pinned_limit_bytes),
         slurm=None,
     )

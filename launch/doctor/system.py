@@ -21,9 +21,11 @@ from shardwise.launch.probe.host import (
     parse_meminfo,
     parse_mountinfo,
     read_cgroup_limits,
+    read_host,
     read_text,
 )
 from shardwise.launch.probe.measure import measure_folder
+from shardwise.trainer.spec.host_ram import pinnable_ram, usable_ram
 from shardwise.trainer.spec.units import GIB, MIB, format_bytes, format_seconds
 
 LEAST_FILES, USUAL_FILES, FILES_OF_MANY_GPUS = 256, 1024, 4096
@@ -77,8 +79,12 @@ def check_memory(machine: Machine) -> Iterator[Finding]:
         return
     swap_bytes = swap_of(machine.place)
     swap = f"{format_bytes(swap_bytes)} of swap" if swap_bytes else "no swap"
-    usable = format_bytes(min(total, group.memory_bytes or total))
-    yield fine(f"{format_bytes(available)} of {usable} of RAM are available; {swap}")
+    host = read_host(root=machine.place.root, environment=machine.place.environment)
+    usable, for_runs = format_bytes(min(total, group.memory_bytes or total)), format_bytes(usable_ram(host) or 0)
+    yield fine(
+        f"{format_bytes(available)} of {usable} of RAM are available, {for_runs} of it for a run, of which "
+        f"{format_bytes(pinnable_ram(host) or 0)} may be pinned; {swap}"
+    )
 
 
 def swap_of(place: Place) -> int:

@@ -38,7 +38,7 @@ import msgspec
 import yaml
 
 from shardwise.launch.engine.offload import nvme_folder, offload_buffers
-from shardwise.launch.probe.gpus import cuda_variables, rank_gpu_names
+from shardwise.launch.probe.gpus import ALLOCATOR_VARIABLES, cuda_variables, rank_gpu_names
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.worker import import_settings, with_first
 from shardwise.trainer import FOLDER
@@ -70,6 +70,9 @@ _STALE_NAMES = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", "FORK_LAUNCHED", "MPI_LOCALNRANKS", "MPI_LOCALRANKID",
 })  # fmt: skip
 
+# torch rounds pinned blocks up to powers of two, twice what is requested at worst; this limits it to small ones. The
+# first release whose setting was read.
+_EXACT, _EXACT_SINCE = "pinned_max_round_threshold_mb:1", (2, 13)
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _PROGRAMS = Path(sys.executable).parent  # not resolved: the link in a virtual environment counts
 
@@ -115,9 +118,18 @@ def _is_stale(name: str) -> bool:
 
 def _cuda(inherited: Mapping[str, str], plan: Plan) -> dict[str, str]:
     ours = cuda_variables(plan.hardware, plan.chosen.num_ranks, inherited)
+    pins = plan.chosen.memory.pinned_bytes > 0 and _release(plan.hardware.libraries.get("torch")) >= _EXACT_SINCE
+    if pins and not any(name in inherited for name in ALLOCATOR_VARIABLES):
+        ours["PYTORCH_ALLOC_CONF"] = ",".join(filter(None, (ours.get("PYTORCH_ALLOC_CONF"), _EXACT)))
     if plan.hardware.needs_p2p_disabled and plan.chosen.num_ranks > 1:
         ours["NCCL_P2P_DISABLE"] = "1"  # overrides the shell: these cards hang, or deliver other values
     return ours
+
+
+def _release(version: str | None) -> tuple[int, ...]:
+    """`2.13.0+cu130` as (2, 13); empty if it is not known."""
+    parts = (version or "").split(".")[:2]
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
 def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: bool) -> Path:

@@ -46,6 +46,7 @@ from shardwise.launch.probe.host import memlock_limit
 from shardwise.trainer.spec.engines import SUB_GROUP_BUFFERS, UPDATE_WINDOW_BYTES, Offload, sub_group_elements
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
+from shardwise.trainer.spec.host_ram import pinnable_ram
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.units import MIB, format_bytes
 from shardwise.trainer.spec.value import Value
@@ -105,7 +106,7 @@ def _window_bytes(plan: Plan) -> int:
 def _pins_memory(plan: Plan) -> bool:
     if plan.device_kind is DeviceKind.CPU:
         return False
-    limit = plan.hardware.host.pinned_limit_bytes
+    limit = pinnable_ram(plan.hardware.host, plan.job.limits.host_ram)
     return limit is None or plan.chosen.memory.pinned_bytes <= limit
 
 

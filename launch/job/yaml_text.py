@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.expressions import compiled_when_used
+from shardwise.trainer.spec.job.expressions import compiled_when_used
 from shardwise.trainer.spec.units import MIB
 
 with compiled_when_used():

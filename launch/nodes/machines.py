@@ -279,7 +279,8 @@ def _bindable(own: Sequence[str]) -> str:
 
 _GPU_AMOUNTS = ("memory_bytes", "usable_bytes", "free_bytes")
 _HOST_AMOUNTS = (
-    "num_cores", "ram_bytes", "ram_available_bytes", "pinned_limit_bytes", "memlock_limit_bytes", "shm_bytes",
+    "num_cores", "ram_bytes", "ram_available_bytes", "usable_ram_bytes", "pinned_limit_bytes", "memlock_limit_bytes",
+    "shm_bytes",
 )  # fmt: skip
 
 

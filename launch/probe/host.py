@@ -1,9 +1,9 @@
 """The machine around the GPUs: cores, memory, disks, network, Slurm. Starts no program and opens no connection.
 
 Every figure is what this process may use: cores under affinity, cpuset and quota (rounded down, since a thread above
-the quota is stopped rather than slowed), memory under the cgroup and Slurm. Pinned memory is bounded by the same limit;
-WSL pins at most about half of it. Text files of the kernel (/proc/meminfo, /proc/cpuinfo, /proc/self/mountinfo, sysfs)
-are read below `root`; the `parse_` functions take their text. A missing figure is None.
+the quota is stopped rather than slowed), memory under the cgroup and Slurm, and less what the system needs
+(`spec.host_ram`). Text files of the kernel (/proc/meminfo, /proc/cpuinfo, /proc/self/mountinfo, sysfs) are read below
+`root`; the `parse_` functions take their text. A missing figure is None.
 
 A control group's limit binds everything below it, so each limit is the least on the way from our own group up to the
 highest visible one, in version 1, version 2 or both at once. Page cache counts as used but the kernel returns it on
@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from shardwise.trainer.spec.hardware import Disk, Host, NetworkInterface, SlurmEnvironment
+from shardwise.trainer.spec.host_ram import PINNED_SHARE, WSL_PINNED_SHARE, machine_bytes
 from shardwise.trainer.spec.network import interface_address
 from shardwise.trainer.spec.units import KIB, MIB
 from shardwise.trainer.spec.value import Value
@@ -67,15 +68,18 @@ def read_host(*, root: Path = Path("/"), environment: Mapping[str, str] = os.env
     memory = parse_meminfo(read_text(root / "proc/meminfo"))
     cgroup = read_cgroup_limits(root)
     cpu_name, cpu_flags = parse_cpuinfo(read_text(root / "proc/cpuinfo"))
-    ram_bytes = _least(memory.get("MemTotal"), cgroup.memory_bytes, slurm_memory_bytes(environment))
+    total, in_job = memory.get("MemTotal"), slurm_memory_bytes(environment)
+    ram_bytes = _least(total, cgroup.memory_bytes, in_job)
     available_bytes = _least(memory.get("MemAvailable"), cgroup.available_bytes, ram_bytes)
+    of_machine = None if total is None else machine_bytes(total, memory.get("MemAvailable"))
     wsl = is_wsl(read_text(root / "proc/version"))
     return Host(
         cpu_name=cpu_name,
         num_cores=count_cores(os.sched_getaffinity(0), cgroup, slurm_num_cores(environment)),
         ram_bytes=ram_bytes,
         ram_available_bytes=available_bytes,
-        pinned_limit_bytes=ram_bytes // 2 if wsl and ram_bytes else ram_bytes,
+        usable_ram_bytes=_least(of_machine, cgroup.available_bytes, in_job),
+        pinned_limit_bytes=_pinned_limit(ram_bytes, total, is_wsl=wsl),
         memlock_limit_bytes=memlock_limit(read_text(root / "proc/self/status")),
         shm_bytes=_total_bytes(root / "dev/shm"),
         cpu_flags=cpu_flags,
@@ -84,6 +88,15 @@ def read_host(*, root: Path = Path("/"), environment: Mapping[str, str] = os.env
         interfaces=_read_interfaces(root),
         slurm=slurm_environment(environment, has_sbatch=_can_submit(root, environment)),
     )
+
+
+def _pinned_limit(ram_bytes: int | None, total_bytes: int | None, *, is_wsl: bool) -> int | None:
+    """Bytes that may be pinned under WSL or in a grant; None on a machine without."""
+    if ram_bytes is not None and is_wsl:
+        return int(WSL_PINNED_SHARE * ram_bytes)
+    if ram_bytes is None or total_bytes is None or ram_bytes == total_bytes:
+        return None
+    return min(ram_bytes, int(PINNED_SHARE * total_bytes))
 
 
 def _can_submit(root: Path, environment: Mapping[str, str]) -> bool:

@@ -25,10 +25,11 @@ from shardwise.launch.probe.gpus import (
 )
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.probe.installed import installed_version, unfit_version
-from shardwise.trainer.planning.tables.gpu_names import rated_spec
+from shardwise.trainer.planning.tables.gpu_names import rated_spec, spec_of
 from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy
+from shardwise.trainer.spec.host_ram import pinnable_ram, usable_ram
 from shardwise.trainer.spec.packages import KERNEL_PACKAGES
 from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import format_bytes
@@ -63,7 +64,10 @@ def read_hardware(
     visible, hidden = visible_gpus(findings.gpus, setting)
     chosen, excluded = select_gpus(visible, wanted=gpus, torch_version=installed_version("torch"))
     uneven, unfit = free_memory_note(chosen), unfit_version("kernels", user="transformers")
-    host = read_host(root=root, environment=environment)
+    host = replace(
+        read_host(root=root, environment=environment),
+        is_desktop=any(spec.is_consumer for gpu in chosen if (spec := spec_of(gpu)) is not None),
+    )
     hardware = Hardware(
         gpus=chosen,
         host=host,
@@ -213,7 +217,8 @@ def _shortened(names: Sequence[str]) -> str:
 def _host_lines(host: Host) -> list[str]:
     memory = _joined(
         _size("{} of RAM" + _size(" ({} available)", host.ram_available_bytes), host.ram_bytes),
-        _size("{} can be pinned", host.pinned_limit_bytes),
+        _size("{} for runs", usable_ram(host)),
+        _size("{} can be pinned", pinnable_ram(host)),
         _size("{} can be locked", host.memlock_limit_bytes),
         _size("{} of shared memory", host.shm_bytes),
     )

@@ -410,5 +410,5 @@ def _ample(hardware: Hardware) -> Hardware:
     gpus = tuple(
         replace(gpu, memory_bytes=_AMPLE_BYTES, usable_bytes=_AMPLE_BYTES, free_bytes=None) for gpu in hardware.gpus
     )
-    host = replace(hardware.host, ram_bytes=_AMPLE_BYTES, ram_available_bytes=None)
+    host = replace(hardware.host, ram_bytes=_AMPLE_BYTES, ram_available_bytes=None, usable_ram_bytes=None)
     return replace(hardware, gpus=gpus, host=host, vram_cap_bytes=None)

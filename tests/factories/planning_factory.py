@@ -44,7 +44,9 @@ def machine(
     spec: str, *, ram_bytes: int | None = 1024 * GIB, vram_bytes: int | None = None, libraries: tuple[str, ...] = (),
     cpu_flags: tuple[str, ...] = ("avx2",),
 ) -> Hardware:  # fmt: skip
-    ram: dict[str, Any] = {"ram_bytes": ram_bytes, "ram_available_bytes": ram_bytes}
+    # All of it for a run, as in a Slurm job.
+    names = ("ram_bytes", "ram_available_bytes", "usable_ram_bytes", "pinned_limit_bytes")
+    ram: dict[str, Any] = dict.fromkeys(names, ram_bytes)
     host = Host(cpu_name="Test CPU", num_cores=4, cpu_flags=cpu_flags, **ram)
     hardware = replace(hardware_from_spec(spec, local_host=lambda: host), host=host)
     return replace(hardware, vram_cap_bytes=vram_bytes, libraries=dict.fromkeys(libraries, "1.0"))

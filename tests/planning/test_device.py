@@ -11,6 +11,7 @@ from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates
+from shardwise.trainer.spec.host_ram import usable_ram
 from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import GIB
 
@@ -120,7 +121,7 @@ def test_the_slowest_link_is_the_link() -> None:
 
 def test_cpu_ranks_share_memory_and_cores_and_have_a_link() -> None:
     one, two = device_of(machine("1xCPU")), device_of(machine("2xCPU"))
-    assert (one.memory_bytes, one.usable_bytes) == (CPU_HOST.ram_bytes, CPU_HOST.ram_available_bytes)
+    assert (one.memory_bytes, one.usable_bytes) == (CPU_HOST.ram_bytes, usable_ram(CPU_HOST))
     assert two.memory_bytes == one.memory_bytes // 2
     assert device_of(machine("2xCPU", vram_cap_bytes=GIB)).usable_bytes == GIB, "a cap is that of each rank"
     assert (one.matmul_flops_per_s, two.matmul_flops_per_s) == (4 * 20 * 10**9, 2 * 20 * 10**9)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import context_for, data_of, job_of, machine, note_of, plan_of, trial_of
+from planning_factory import CONFIGS, context_for, data_of, job_of, machine, note_of, plan_of, trial_of
 
 from shardwise.trainer.planning import candidates
 from shardwise.trainer.planning.context import PlanningContext
@@ -495,6 +495,10 @@ def test_the_table_shows_all_four_methods_and_takes_one() -> None:
             "train.dpo.beta has no effect: these rows are no preferences",
         ),
         ({"job": job_of(seq_len=512, lr=1.0)}, "times the usual"),
+        (
+            {"model": "1b", "spec": machine("1xH100-SXM5-80GB", ram_bytes=3 * GIB)},
+            "of host RAM that a run may use here",
+        ),
     ],
 )
 def test_notes_say_what_a_reader_must_know(facts: dict[str, Any], words: str) -> None:
@@ -575,6 +579,17 @@ def test_auto_is_lora_on_a_small_card_where_full_training_has_its_state_in_host_
     assert larger.chosen.method is Method.FULL and not any("train.method auto" in note for note in larger.notes)
     scratch = plan_of("1b", "1xRTX-4060-8GB", job=job_of(from_scratch=True))
     assert scratch.chosen.method is Method.FULL
+
+
+@pytest.mark.parametrize("spec", ["4xRTX-3090", "4xA100-SXM4-40GB"])
+def test_lora_that_would_gather_its_base_over_pcie_is_qlora(spec: str) -> None:
+    """Of a model whose bf16 base fits no single card; NVLink gathers it in the time of a block."""
+    model = CONFIGS["8b"] | {"num_hidden_layers": 60 if spec == "4xRTX-3090" else 90}
+    small = machine(spec, ram_bytes=64 * GIB)
+    plan = plan_of(model, small, method=None, seq_len=4096, tokens_per_step=131072)
+    lora = plan_of(model, small, method=Method.LORA, seq_len=4096, tokens_per_step=131072)
+    assert lora.chosen.strategy.sharding.shards_weights and not lora.chosen.strategy.offload.moves_parameters
+    assert plan.chosen.method is (Method.QLORA if spec == "4xRTX-3090" else Method.LORA)
 
 
 def test_a_plan_says_what_would_fill_the_card() -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shardwise.trainer.spec.expressions import compiled_when_used
+from shardwise.trainer.spec.job.expressions import compiled_when_used
 
 
 def test_an_expression_has_the_members_of_a_compiled_one():

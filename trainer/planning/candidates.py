@@ -32,6 +32,8 @@ from shardwise.trainer.planning.schedule import longest_width, mean_width, row_p
 from shardwise.trainer.planning.speed.files import export_seconds, saving_seconds
 from shardwise.trainer.planning.speed.step import compile_seconds, estimate_speed, evaluation_seconds, step_seconds
 from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.hardware import Host
+from shardwise.trainer.spec.host_ram import ram_for, usable_ram
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
 from shardwise.trainer.spec.report import TimePart
 from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
@@ -447,18 +449,30 @@ def _host_excess(context: PlanningContext, pinned_bytes: int, pageable_bytes: in
     is_setting = host.is_ram_assumed or granted == context.job.limits.host_ram
     if need > granted:
         return Excess(
-            reason=f"needs {format_bytes(need)} of host RAM a node; {format_bytes(granted)} are granted",
-            remedy=f"limits.host_ram: {whole_gib(need)}" if is_setting else f"nodes with {whole_gib(need)} of RAM",
+            reason=f"needs {format_bytes(need)} of host RAM a node; {format_bytes(granted)} are granted"
+            f"{_reserve_text(host, granted)}",
+            remedy=f"limits.host_ram: {whole_gib(need)}" if is_setting else _larger(host, need, pinned_bytes),
             is_host=True,
         )
-    if host.pinned_limit_bytes is not None and pinned_bytes > host.pinned_limit_bytes:
+    pinnable = context.pinnable_ram_bytes
+    if pinnable is not None and pinned_bytes > pinnable:
         return Excess(
-            reason=f"needs {format_bytes(pinned_bytes)} of pinned host RAM; the limit is "
-            f"{format_bytes(host.pinned_limit_bytes)}",
-            remedy=f"ulimit -l of {whole_gib(pinned_bytes)}",
+            reason=f"needs {format_bytes(pinned_bytes)} of pinned host RAM; the limit is {format_bytes(pinnable)}",
+            remedy="more memory= in .wslconfig" if host.is_wsl else _larger(host, need, pinned_bytes),
             is_host=True,
         )
     return None
+
+
+def _larger(host: Host, need_bytes: int, pinned_bytes: int) -> str:
+    return f"nodes with {ram_for(need_bytes, pinned_bytes, is_desktop=host.is_desktop)} GiB of RAM"
+
+
+def _reserve_text(host: Host, granted: int) -> str:
+    """` of 32 GiB, the rest is for the system and other processes`; nothing if no reserve is made."""
+    if host.ram_bytes is None or granted == host.ram_bytes or granted != usable_ram(host):
+        return ""
+    return f" of {format_bytes(host.ram_bytes)}, the rest is for the system and other processes"
 
 
 def _nvme_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | None:

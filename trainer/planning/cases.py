@@ -357,8 +357,12 @@ def estimate_case(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _host_suffices(memory: MemoryEstimate, device: Device) -> bool:
-    """True if the host has the RAM that the configuration needs, or its RAM is unknown."""
-    return device.host_ram_bytes is None or memory.pinned_bytes + memory.host_bytes <= device.host_ram_bytes
+    """True if a run may use and pin the RAM that the configuration needs, or the RAM of the host is unknown."""
+    limits = (
+        (memory.pinned_bytes + memory.host_bytes, device.host_ram_bytes),
+        (memory.pinned_bytes, device.pinnable_ram_bytes),
+    )
+    return all(limit is None or need <= limit for need, limit in limits)
 
 
 @lru_cache(maxsize=256)

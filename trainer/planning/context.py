@@ -6,6 +6,7 @@ from shardwise.trainer.planning.calibrate import NO_CORRECTIONS, Corrections
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.host_ram import pinnable_ram, usable_ram
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -51,11 +52,12 @@ class PlanningContext(Value, frozen=True, kw_only=True, dict=True):
     @cached_property
     def host_ram_bytes(self) -> int | None:
         """Bytes of RAM that the processes of a node may use, or None if unknown."""
-        host = self.hardware.host
-        if host.is_ram_assumed and self.job.limits.host_ram is not None:
-            return self.job.limits.host_ram
-        known = [size for size in (self.job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
-        return min(known) if known else None
+        return usable_ram(self.hardware.host, self.job.limits.host_ram)
+
+    @cached_property
+    def pinnable_ram_bytes(self) -> int | None:
+        """Bytes of RAM that the processes of a node may pin, or None if unknown."""
+        return pinnable_ram(self.hardware.host, self.job.limits.host_ram)
 
     @cached_property
     def knows_host_copies(self) -> bool:

@@ -13,6 +13,7 @@ from shardwise.trainer.planning.tables.gpu_names import spec_of
 from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
+from shardwise.trainer.spec.host_ram import pinnable_ram, usable_ram
 from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
 from shardwise.trainer.spec.units import MIB, format_bytes
 from shardwise.trainer.spec.value import Value
@@ -39,7 +40,8 @@ class Device(Value, frozen=True, kw_only=True, cache_hash=True):
     context_bytes: int
     num_nodes: int = 1
     devices_per_node: int = 1
-    host_ram_bytes: int | None = None  # of a node
+    host_ram_bytes: int | None = None  # of a node, for a run
+    pinnable_ram_bytes: int | None = None  # the same
     num_cores: int | None = None  # of a node
     cpu_name: str | None = None
     is_consumer: bool = False  # a card of desktops and laptops
@@ -124,7 +126,8 @@ def _gpu_device(hardware: Hardware) -> Device:
         context_bytes=max((spec.context_bytes for spec in known), default=_UNKNOWN_CONTEXT_BYTES),
         num_nodes=hardware.num_nodes,
         devices_per_node=len(gpus),
-        host_ram_bytes=hardware.host.ram_bytes,
+        host_ram_bytes=usable_ram(hardware.host),
+        pinnable_ram_bytes=pinnable_ram(hardware.host),
         num_cores=hardware.host.num_cores,
         cpu_name=hardware.host.cpu_name,
         is_consumer=any(spec.is_consumer for spec in known),
@@ -212,7 +215,8 @@ def _cpu_device(hardware: Hardware) -> Device:
     if host.ram_bytes is None and cap is None:
         raise InputError("the RAM of this machine is not known; limits.vram (or --vram) sets what a rank may use")
     memory = (host.ram_bytes if host.ram_bytes is not None else num_ranks * (cap or 0)) // num_ranks
-    free = memory if host.ram_available_bytes is None else min(memory, host.ram_available_bytes // num_ranks)
+    usable = usable_ram(host)
+    free = memory if usable is None else min(memory, usable // num_ranks)
     measured, attention = hardware.rates.matmul_flops_per_s, hardware.rates.attention_flops_per_s
     cores = max(1, (host.num_cores or 1) // num_ranks)
     return Device(
@@ -223,7 +227,7 @@ def _cpu_device(hardware: Hardware) -> Device:
         context_bytes=CPU_PROCESS_BYTES,
         num_nodes=hardware.num_nodes,
         devices_per_node=num_ranks,
-        host_ram_bytes=host.ram_bytes,
+        host_ram_bytes=usable,
         num_cores=host.num_cores,
         cpu_name=host.cpu_name,
         sums_bf16_apart=_sums_bf16_apart(host),

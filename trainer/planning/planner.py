@@ -46,7 +46,7 @@ from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import objective_of, shapes_for
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import InputError, InputProblemsError, NothingFitsError
-from shardwise.trainer.spec.hardware import Hardware
+from shardwise.trainer.spec.hardware import Hardware, LinkKind
 from shardwise.trainer.spec.job.kinds import one_of
 from shardwise.trainer.spec.job.sections import Job, Objective
 from shardwise.trainer.spec.messages.extension import Extension, Hook
@@ -322,7 +322,7 @@ def _rank_methods(
             taken = method if is_in_time and not _is_for_host(context, rankings[method].candidates[0]) else None
     if taken is None and hours:
         taken = min(hours, key=lambda method: hours[method])
-    if taken is Method.LORA and Method.QLORA in wanted and _streams(rankings[taken]):
+    if taken is Method.LORA and Method.QLORA in wanted and _streams(contexts[taken], rankings[taken]):
         rankings[Method.QLORA] = ranked(Method.QLORA)
         taken = _without_streaming(contexts, rankings)
     return taken, rankings
@@ -334,9 +334,12 @@ def _is_for_host(context: PlanningContext, chosen: Candidate) -> bool:
     return wishes_adapters(context) and not context.method.freezes_base and is_hosted
 
 
-def _streams(ranking: Ranking) -> bool:
-    """True if the first candidate's weights cross PCIe in every pass."""
-    return ranking.candidates[0].strategy.offload.moves_parameters
+def _streams(context: PlanningContext, ranking: Ranking) -> bool:
+    """True if the first candidate's weights cross PCIe in every pass: from the host, or gathered from other cards."""
+    chosen = ranking.candidates[0]
+    gathers = chosen.strategy.sharding.shards_weights and chosen.num_ranks > 1
+    is_over_pcie = not context.is_cpu and context.device.link_kind is not LinkKind.NVLINK
+    return chosen.strategy.offload.moves_parameters or (gathers and is_over_pcie)
 
 
 def _without_streaming(contexts: Mapping[Method, PlanningContext], rankings: Mapping[Method, Ranking]) -> Method:

@@ -40,6 +40,7 @@ from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, packing_note
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.fp8 import FP8_RECIPES
+from shardwise.trainer.spec.host_ram import NEARLY_FULL
 from shardwise.trainer.spec.job.sections import Allowance, Objective
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection, TrialResult
@@ -225,9 +226,16 @@ def _memory_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[st
             f"at the upper end of its prediction a step needs {format_bytes(most)} of the "
             f"{format_bytes(memory.usable_bytes)} usable; the first fallback then continues the run"
         )
-    if not context.is_cpu and context.host_ram_bytes is None:
-        need = format_bytes(memory.pinned_bytes + memory.host_bytes)
-        yield f"host RAM of the nodes is unknown; the plan needs {need} a node"
+    if context.is_cpu:
+        return
+    need, usable = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
+    if usable is None:
+        yield f"host RAM of the nodes is unknown; the plan needs {format_bytes(need)} a node"
+    elif need > NEARLY_FULL * usable:
+        yield (
+            f"the plan needs {format_bytes(need)} of the {format_bytes(usable)} of host RAM that a run may use here, "
+            f"{format_bytes(memory.pinned_bytes)} of it pinned: end other programs first"
+        )
 
 
 def _idle_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:

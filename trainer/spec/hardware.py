@@ -109,8 +109,10 @@ class Host(Value, frozen=True, kw_only=True):
     num_cores: int | None
     ram_bytes: int | None
     ram_available_bytes: int | None
+    usable_ram_bytes: int | None = None  # by a run, as probed or granted; None: `host_ram` follows from the two above
     is_ram_assumed: bool = False  # usual for such a machine, neither probed nor stated
-    pinned_limit_bytes: int | None = None
+    is_desktop: bool = False  # a machine of consumer cards, which people use meanwhile
+    pinned_limit_bytes: int | None = None  # None: `host_ram` has a share of the RAM
     memlock_limit_bytes: int | None = None  # mlock and InfiniBand, not CUDA; None: no limit, or not known
     shm_bytes: int | None = None
     cpu_flags: tuple[str, ...] = ()  # those that decide a precision: avx2, avx512f, avx512_bf16, amx_bf16

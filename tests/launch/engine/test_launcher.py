@@ -305,6 +305,20 @@ def test_allocator_settings_of_the_user_win(theirs: dict[str, str], expected: di
     assert {name: value for name, value in found.items() if "ALLOC_CONF" in name} == expected
 
 
+@pytest.mark.parametrize(
+    ("torch", "pinned", "is_exact"), [("2.13.0+cu130", 1, True), ("2.14.1", 1, True), ("2.12.1", 1, False),
+                                      ("2.13.0", 0, False), ("assumed", 1, False), (None, 1, False)],
+)  # fmt: skip
+def test_torch_pins_no_more_than_the_plan_counts(torch: str | None, pinned: int, is_exact: bool):
+    plan = cuda_plan()
+    chosen = replace(plan.chosen, memory=replace(plan.chosen.memory, pinned_bytes=pinned))
+    hardware = replace(plan.hardware, libraries={} if torch is None else {"torch": torch})
+    setting = environment({}, replace(plan, candidates=(chosen,), hardware=hardware))["PYTORCH_ALLOC_CONF"]
+    assert setting == "expandable_segments:True" + (",pinned_max_round_threshold_mb:1" if is_exact else "")
+    theirs = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    assert "PYTORCH_ALLOC_CONF" not in environment(theirs, replace(plan, candidates=(chosen,), hardware=hardware))
+
+
 def test_deepspeed_gets_the_file_beside_and_no_setting_that_accelerate_refuses_there():
     config = accelerate_config(engine_plan(Sharding.ZERO3, num_ranks=2), attempt_dir=ATTEMPT)
     file = "/run/attempts/1/ds_config.json"

@@ -6,6 +6,7 @@ import pytest
 from captured_machine import Machine, captured, lay_out
 
 from shardwise.launch.probe import host as probe
+from shardwise.trainer.spec import host_ram
 from shardwise.trainer.spec.hardware import SlurmEnvironment
 from shardwise.trainer.spec.network import interface_address
 from shardwise.trainer.spec.units import GIB, KIB, MIB
@@ -223,6 +224,22 @@ def test_the_memory_of_the_host_is_the_cgroups(tmp_path):
     assert wsl.is_wsl and wsl.pinned_limit_bytes == 16298788 * KIB // 2
     in_job = probe.read_host(root=machine.root, environment={"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": "8192"})
     assert (in_job.ram_bytes, in_job.ram_available_bytes) == (8 * GIB, 8 * GIB)
+    assert host_ram.usable_ram(host) == 14 * GIB, "a grant is what it is"
+    assert host_ram.usable_ram(in_job) == host_ram.pinnable_ram(in_job) == 8 * GIB
+    assert host_ram.usable_ram(free) == 3310188 * KIB * 15 // 16, (
+        "what is measured, and not more than the system spares"
+    )
+
+
+def test_a_grant_of_more_than_the_machine_has_left_is_bounded_by_the_machine(tmp_path):
+    machine = lay_out(tmp_path, "rtx4090_desktop")
+    alone = probe.read_host(root=machine.root, environment={})
+    total = alone.ram_bytes // MIB
+    granted = probe.read_host(
+        root=machine.root, environment={"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": f"{total - 1}"}
+    )
+    assert host_ram.usable_ram(granted) == host_ram.usable_ram(alone) < alone.ram_available_bytes
+    assert host_ram.pinnable_ram(granted) == int(0.9 * alone.ram_bytes)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,8 @@ def test_what_a_spec_does_not_state_is_assumed_as_usual_and_noted() -> None:
     desktop, server, pcie = usual("2xRTX-3090"), usual("8xH100-SXM5-80GB"), GPU_SPECS["RTX-3090"].pcie_bytes_per_s
     assert desktop.host.is_ram_assumed and server.host.is_ram_assumed
     assert desktop.host.ram_bytes == 96 * GIB  # twice the memory of both cards
-    assert server.host.ram_bytes == server.host.ram_available_bytes > 1250 * GIB
+    assert server.host.ram_bytes > 1250 * GIB and desktop.host.is_desktop and not server.host.is_desktop
+    assert any("32 GiB of RAM (28 GiB for a run)" in note for note in usual("1xRTX-4060").notes)
     assert (usual("1xRTX-4060").host.ram_bytes, usual("1xGB10").host.ram_bytes) == (32 * GIB, None)  # the card's memory
     free_bytes = [gpu.free_bytes for gpu in desktop.gpus]
     assert free_bytes == [GPU_SPECS["RTX-3090"].usable_bytes - gpu_names.DISPLAY_BYTES, None]

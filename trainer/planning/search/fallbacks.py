@@ -185,7 +185,7 @@ def _budgets(context: PlanningContext, candidate: Candidate) -> Iterator[tuple[s
     yield "RAM of a rank" if context.is_cpu else "card", memory.need_bytes, memory.usable_bytes
     if not context.is_cpu:
         yield "host RAM", memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
-        yield "pinned host RAM", memory.pinned_bytes, context.hardware.host.pinned_limit_bytes
+        yield "pinned host RAM", memory.pinned_bytes, context.pinnable_ram_bytes
     yield "NVMe", memory.nvme_bytes, context.nvme_bytes
     hours = run_hours(context, candidate)
     if limits.hours is not None:

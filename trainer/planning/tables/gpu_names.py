@@ -28,6 +28,7 @@ from shardwise.trainer.planning.tables.gpu_chips import CHIPS, MHZ, TU10X, TU11X
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, MIG_MARK, GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import InputError, close_matches
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host
+from shardwise.trainer.spec.host_ram import usable_ram
 from shardwise.trainer.spec.units import GIB, MIB, format_bytes, parse_bytes
 from shardwise.trainer.spec.value import Value
 
@@ -225,7 +226,13 @@ def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware
         )
         for index in range(num_devices)
     )
-    host = Host(cpu_name=None, num_cores=stated.cores, ram_bytes=stated.ram, ram_available_bytes=stated.ram)
+    host = Host(
+        cpu_name=None,
+        num_cores=stated.cores,
+        ram_bytes=stated.ram,
+        ram_available_bytes=None,
+        is_desktop=found.spec.is_consumer,
+    )
     return Hardware(
         gpus=gpus,
         host=host,
@@ -289,7 +296,6 @@ def network_text(bytes_per_s: float) -> str:
 
 RAM_SHARE = 2  # of the device memory of a node: what clouds and builders of servers pair cards with
 LEAST_DESKTOP_RAM_BYTES = 32 * GIB
-SYSTEM_RAM_BYTES = 4 * GIB  # operating system, desktop and a browser
 DISPLAY_BYTES = 768 * MIB  # of the first card: a desktop and a browser, 0.5 to 1 GiB
 # Besides what `pip install .[train]` and `make install` bring nothing is assumed: other kernels are compiled.
 USUAL_LIBRARIES = (
@@ -310,7 +316,7 @@ def as_usual(hardware: Hardware) -> Hardware:
     host = hardware.host
     if host.ram_bytes is None and not spec.is_integrated:
         host = _usual_host(host, spec, len(gpus))
-        assumed.append(f"{format_bytes(host.ram_bytes or 0)} of RAM")
+        assumed.append(f"{format_bytes(host.ram_bytes or 0)} of RAM ({format_bytes(usable_ram(host) or 0)} for a run)")
         examples.append("ram=64GiB")
     if spec.is_consumer and len(gpus) > 1 and gpus[0].pcie_width is None:
         lanes = 8 if len(gpus) == 2 else 4
@@ -338,8 +344,7 @@ def as_usual(hardware: Hardware) -> Hardware:
 def _usual_host(host: Host, spec: GpuSpec, num_cards: int) -> Host:
     ram = -(-RAM_SHARE * num_cards * spec.memory_bytes // GIB) * GIB
     ram = max(ram, LEAST_DESKTOP_RAM_BYTES) if spec.is_consumer else ram
-    available = ram - SYSTEM_RAM_BYTES if spec.is_consumer else ram
-    return replace(host, ram_bytes=ram, ram_available_bytes=available, is_ram_assumed=True)
+    return replace(host, ram_bytes=ram, is_ram_assumed=True)
 
 
 def _gpu_of(found: CardMatch, index: int) -> Gpu:

@@ -341,7 +341,8 @@ class Limits(Value, frozen=True, kw_only=True):
     ] = None
     vram: Annotated[int | None, Setting("Cap of each device, for planning and at run time.", byte_size())] = None
     host_ram: Annotated[
-        int | None, Setting("Cap of host RAM; null is what the cgroup or Slurm allows.", byte_size())
+        int | None,
+        Setting("Host RAM for a run; null is what a grant or the reserve of the system allows.", byte_size()),
     ] = None
     nvme: NvmeLimit = NvmeLimit()
     cost: Annotated[

@@ -27,6 +27,7 @@ import msgspec
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
+from shardwise.trainer.spec.host_ram import usable_ram
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.report import Ending, TimePart
@@ -168,9 +169,8 @@ def _waits(reason: str) -> SavingChoice:
 
 def _free_host_bytes(job: Job, hardware: Hardware, chosen: Candidate) -> int | None:
     """Bytes of a node's RAM that stay free during the run; None if the RAM is unknown."""
-    host, memory = hardware.host, chosen.memory
-    known = [size for size in (job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
-    if not known:
+    memory, usable = chosen.memory, usable_ram(hardware.host, job.limits.host_ram)
+    if usable is None:
         return None
     on_device = memory.need_bytes * hardware.num_devices_per_node if hardware.device_kind is DeviceKind.CPU else 0
-    return min(known) - memory.pinned_bytes - memory.host_bytes - on_device
+    return usable - memory.pinned_bytes - memory.host_bytes - on_device
