@@ -5,6 +5,7 @@ from typing import Any
 from planning_factory import machine, plan_of
 from report_factory import calibration_of, record_of
 
+from shardwise.trainer.planning.candidates import run_hours
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
 from shardwise.trainer.planning.explain.gains import Gain, gains
 from shardwise.trainer.planning.planner import context_of
@@ -34,3 +35,16 @@ def test_all_activations_move_to_host_ram_once_copies_were_measured_and_the_plan
         assert (other.chosen.checkpointing, other.chosen.activation_offload) == (Checkpointing.NONE, True)
         assert other.chosen.micro_batch == gain.candidate.micro_batch
         assert "activations in host RAM" not in found_in(other)
+
+
+def test_a_larger_global_batch_is_named_where_cards_wait_for_each_other_and_the_run_has_steps_left() -> None:
+    batch = "larger global batch"
+    plan = plan_of("8b", "8xRTX-4090", method=Method.FULL, tokens_per_step=65536, seq_len=2048)
+    gain = found_in(plan)[batch]
+    larger = plan_of("8b", "8xRTX-4090", method=Method.FULL, tokens_per_step=8 * 65536, seq_len=2048)
+    assert gain.setting == "train.tokens_per_step=524288" and "times as fast" in gain.text
+    assert gain.candidate.speed.step_s == larger.chosen.speed.step_s < 8 * plan.chosen.speed.step_s / 1.5
+    assert gain.hours < run_hours(context_of(plan), plan.chosen) / 1.5
+    short = plan_of("8b", "8xRTX-4090", method=Method.FULL, tokens_per_step=65536, seq_len=2048, steps=100)
+    computing = plan_of("8b", "8xH100-SXM5-80GB", method=Method.FULL, tokens_per_step=524288, seq_len=2048)
+    assert batch not in found_in(short) | found_in(larger) | found_in(computing)

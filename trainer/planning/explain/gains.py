@@ -1,5 +1,6 @@
 """What other settings of the job, or facts of the machine, would gain: each from a plan with them."""
 
+import math
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -7,7 +8,7 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.candidates import configuration_of, run_hours
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.reasons import WORTH_A_LINE
-from shardwise.trainer.planning.search.choice import best_of, seconds_of
+from shardwise.trainer.planning.search.choice import best_of, seconds_of, survey
 from shardwise.trainer.planning.speed.rates import rates_of
 from shardwise.trainer.spec.plan import Candidate, Plan
 from shardwise.trainer.spec.value import Value
@@ -27,6 +28,52 @@ class Gain(Value, frozen=True, kw_only=True):
 def gains(context: PlanningContext, plan: Plan) -> Iterator[Gain]:
     """Those that are worth a line."""
     yield from _measured_copies(context, plan.chosen)
+    yield from _larger_batch(context, plan.chosen)
+
+
+LARGER_BATCH = 8  # times the rows of a step
+WORTH_A_BATCH = 1.5  # times as fast: other updates are learned from
+LEAST_STEPS = 30  # of a run with it
+_PER_STEP = ("communication_s", "offload_s", "optimizer_s")
+_LEAST_PER_STEP = 1 / 3  # of the time, that work per step and not per token takes
+
+
+def _larger_batch(context: PlanningContext, chosen: Candidate) -> Iterator[Gain]:
+    """More rows a step, where most of a step is not computing."""
+    per_step = sum(chosen.speed.parts[name] for name in _PER_STEP)
+    has_steps = context.schedule.num_steps >= LARGER_BATCH * LEAST_STEPS
+    if context.is_cpu or not has_steps or per_step < _LEAST_PER_STEP * chosen.speed.step_s:
+        return
+    larger = _with_rows(context, LARGER_BATCH * context.schedule.sequences_per_step)
+    best = next(iter(survey(larger).candidates), None)
+    if best is not None and (gain := _rate(best) / _rate(chosen)) >= WORTH_A_BATCH:
+        setting = f"train.tokens_per_step={larger.schedule.tokens_per_step}"
+        yield Gain(
+            name="larger global batch",
+            effect="fewer updates",
+            setting=setting,
+            candidate=best,
+            hours=run_hours(larger, best),
+            text=f"a larger global batch would be {gain:.1f} times as fast: {setting}, {_rate(best):,.0f} tokens/s by "
+            f"{best.strategy.name}; of its fewer updates the learning rate may have to be larger",
+        )
+
+
+def _rate(candidate: Candidate) -> float:
+    return candidate.speed.tokens_per_s_per_gpu * candidate.num_ranks
+
+
+def _with_rows(context: PlanningContext, num_rows: int) -> PlanningContext:
+    """The same job with so many rows a step, on as many tokens in all."""
+    schedule, train = context.schedule, context.job.train
+    share = num_rows / schedule.sequences_per_step
+    tokens = round(share * schedule.tokens_per_step)
+    steps = max(1, math.ceil(schedule.num_steps / share))
+    return replace(
+        context,
+        job=replace(context.job, train=replace(train, tokens_per_step=tokens)),
+        schedule=replace(schedule, sequences_per_step=num_rows, tokens_per_step=tokens, num_steps=steps),
+    )
 
 
 def _measured_copies(context: PlanningContext, chosen: Candidate) -> Iterator[Gain]:
