@@ -42,7 +42,7 @@ OF_A_CONTEXT: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("hsdp_needs_groups", "3xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "3 ranks have none"),
     ("hsdp_needs_groups", "2x1xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "2 ranks have none"),
     ("bf16_needs_ampere", "1xV100-16GB", {}, "none/bf16-mixed/adamw_fused", "8.0; V100-16GB has 7.0"),
-    ("bf16_needs_ampere", "1xT4", {}, "none/fp8/adamw_fused", "8.0; T4 has 7.5"),
+    ("fp8_needs_ada", "1xT4", {}, "none/fp8/adamw_fused", "8.9; T4 has 7.5"),
     ("zero_multiplies_fp16_in_hardware", "2xCPU", {}, "zero3/fp16-mixed/adamw", "no avx512_fp16"),
     ("fp8_needs_ada", "1xA100-SXM4-80GB", {}, "none/fp8/adamw_fused", "8.9; A100-SXM4-80GB has 8.0"),
     ("fsdp_offload_needs_cuda", "2xCPU", {}, "fsdp+optimizer+params/fp32/adamw", "needs an accelerator"),

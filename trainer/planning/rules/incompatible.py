@@ -154,7 +154,9 @@ ROWS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="bf16_needs_ampere",
-        is_broken=lambda c: c.strategy.precision in BF16 and c.capability_below((8, 0)),
+        is_broken=lambda c: (
+            c.strategy.precision in (Precision.BF16_MIXED, Precision.BF16) and c.capability_below((8, 0))
+        ),
         reason="{precision} needs compute capability 8.0; {capability}",
         instead="fp16-mixed from compute capability 7.0, else fp32",
         evidence="CUDA C programming guide, tensor cores: bf16 from 8.0; older chips emulate it",
@@ -182,7 +184,7 @@ ROWS: tuple[Incompatibility, ...] = (
         name="fp8_needs_ada",
         is_broken=lambda c: c.strategy.precision is Precision.FP8 and (c.is_cpu or c.capability_below((8, 9))),
         reason="fp8 needs compute capability 8.9; {capability}",
-        instead="bf16-mixed",
+        instead="bf16-mixed from compute capability 8.0, else fp16-mixed",
         evidence="Transformer Engine 2, supported hardware: FP8 matrix products from Ada and Hopper on",
         reach=Reach.ALL,
     ),
