@@ -12,7 +12,9 @@ from planning_factory import data_of, machine, plan_of
 from shardwise.trainer.planning.candidates import run_hours
 from shardwise.trainer.planning.explain.first_screen import (
     MOST_LINES,
+    Alternative,
     Tone,
+    _table_lines,
     alternatives,
     first_screen,
     text_of,
@@ -169,3 +171,13 @@ def test_a_network_that_is_assumed_is_named_with_the_time_over_a_slower_one() ->
     assert "3,200 Gbit/s a node (assumed)" in line and re.search(r"over 100 Gbit/s about \d", line)
     for spec in ("4x8xH100-SXM5-80GB,network=3.2Tb", "8xH100-SXM5-80GB"):
         assert "network" not in screen(plan_of("8b", spec))
+
+
+def test_what_full_training_lacks_is_not_cut() -> None:
+    refused = Alternative(
+        name="full training", effect="needs 155 GiB of host RAM; " * 4 + "the end", setting="", need_bytes=GIB
+    )
+    fitting = Alternative(name="LoRA", effect="trains adapters only", setting="train.method=lora", seconds=60.0)
+    lines = [line.text for line in _table_lines([fitting, refused], "card", 100)]
+    assert lines[-1].endswith("the end")
+    assert all(line.strip() and len(line) <= 100 for line in lines)

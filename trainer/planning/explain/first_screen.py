@@ -523,9 +523,12 @@ def _table_lines(found: Sequence[Alternative], place: str, width: int) -> Iterat
         together = f"{line.ljust(column)}{each.setting}".rstrip()
         if len(together) <= width:
             yield Line(text=together)
-        else:
+        elif each.setting:
             yield Line(text=line[:width])
             yield Line(text=f"      {each.setting}")
+        else:
+            yield Line(text=line.removesuffix(each.effect).rstrip())
+            yield from _wrapped(each.effect, width, Tone.PLAIN, indent="      ")
 
 
 def _fallback(plan: Plan, width: int) -> Iterator[Line]:
