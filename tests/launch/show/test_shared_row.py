@@ -109,6 +109,7 @@ def test_a_row_has_the_figures_of_both_sides_the_settings_and_the_month(tmp_path
     assert row["hardware"]["device"] == "H100-SXM5-80GB" and row["hardware"]["devices_per_node"] == 8
     assert row["model"]["model_type"] == "llama" and row["model"]["num_parameters"] == plan.model_shape.num_parameters
     assert row["settings"]["sharding"] == chosen.strategy.sharding and row["settings"]["lora_rank"] == 16
+    assert row["settings"]["bf16_reduction"] == chosen.bf16_reduction
     for side in ("predicted", "measured"):
         assert row[side]["peak_allocated_gib"] == pytest.approx(chosen.memory.peak_allocated_bytes / 2**30, abs=1e-4)
     assert row["measured"]["step_s"] == pytest.approx(1.1 * chosen.speed.step_s, abs=1e-4)
