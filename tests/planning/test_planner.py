@@ -161,6 +161,9 @@ def test_offload_respects_the_host_ram_of_the_job_and_what_may_be_pinned() -> No
     reasons = {r.strategy: r for r in plan_of("8b", hardware, host_ram=130 * GIB).rejections}
     assert "of host RAM a node; 130 GiB are granted" in reasons[row].reason
     assert (reasons[row].remedy or "").startswith("limits.host_ram: ")
+    small = replace(hardware, host=replace(hardware.host, ram_bytes=132 * GIB, ram_available_bytes=131 * GIB))
+    remedy = {r.strategy: r for r in plan_of("8b", small, host_ram=130 * GIB).rejections}[row].remedy or ""
+    assert re.match(r"limits\.host_ram: \d+ GiB and nodes with \d+ GiB of RAM", remedy), "the machine has not so much"
     hardware = replace(hardware, host=replace(hardware.host, pinned_limit_bytes=8 * GIB))
     reasons = {r.strategy: r for r in plan_of("8b", hardware).rejections}
     assert "of pinned host RAM; the limit is 8 GiB" in reasons[row].reason

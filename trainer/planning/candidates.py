@@ -446,12 +446,11 @@ def _host_excess(context: PlanningContext, pinned_bytes: int, pageable_bytes: in
     need, granted = pinned_bytes + pageable_bytes, context.host_ram_bytes
     if context.is_cpu or granted is None:
         return None  # a CPU's memory is its host RAM; if the RAM is unknown a rule has refused offload
-    is_setting = host.is_ram_assumed or granted == context.job.limits.host_ram
     if need > granted:
         return Excess(
             reason=f"needs {format_bytes(need)} of host RAM a node; {format_bytes(granted)} are granted"
             f"{_reserve_text(host, granted)}",
-            remedy=f"limits.host_ram: {whole_gib(need)}" if is_setting else _larger(host, need, pinned_bytes),
+            remedy=_more_host_ram(context, need, pinned_bytes),
             is_host=True,
         )
     pinnable = context.pinnable_ram_bytes
@@ -462,6 +461,16 @@ def _host_excess(context: PlanningContext, pinned_bytes: int, pageable_bytes: in
             is_host=True,
         )
     return None
+
+
+def _more_host_ram(context: PlanningContext, need: int, pinned_bytes: int) -> str:
+    """A higher limit where the job's is in the way, on larger machines where this one has not so much free."""
+    host = context.hardware.host
+    larger = _larger(host, need, pinned_bytes)
+    if not host.is_ram_assumed and context.host_ram_bytes != context.job.limits.host_ram:
+        return larger
+    is_free = host.is_ram_assumed or need <= (host.ram_available_bytes or host.ram_bytes or need)
+    return f"limits.host_ram: {whole_gib(need)}" + ("" if is_free else f" and {larger}")
 
 
 def _larger(host: Host, need_bytes: int, pinned_bytes: int) -> str:
