@@ -125,7 +125,8 @@ def test_a_template_cannot_reach_python():
     ],
 )
 def test_a_template_has_limits(attack, error, fact, monkeypatch):
-    monkeypatch.setattr("shardwise.trainer.runtime.data.chat.template._RENDER_S", 0.2)
+    if error is InputError:  # the others end long before the limit of a render
+        monkeypatch.setattr("shardwise.trainer.runtime.data.chat.template._RENDER_S", 0.2)
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(error, match=fact):
         ChatTemplate(attack, TOKENS).render(EXCHANGES)
