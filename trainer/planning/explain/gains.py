@@ -35,7 +35,7 @@ LARGER_BATCH = 8  # times the rows of a step
 WORTH_A_BATCH = 1.5  # times as fast: other updates are learned from
 LEAST_STEPS = 30  # of a run with it
 _PER_STEP = ("communication_s", "offload_s", "optimizer_s")
-_LEAST_PER_STEP = 1 / 3  # of the time, that work per step and not per token takes
+_LEAST_PER_STEP = 1 / 3  # of the time: work per step and not per token
 
 
 def _larger_batch(context: PlanningContext, chosen: Candidate) -> Iterator[Gain]:
