@@ -103,7 +103,7 @@ def test_a_step_on_the_device_learns_what_it_learns_on_a_cpu(runs, name: str):
     assert card == pytest.approx(host, abs=tolerance)
 
 
-@pytest.mark.parametrize("name", ["accumulated"])
+@pytest.mark.parametrize("name", ["sampled", "accumulated"])
 def test_a_device_that_is_idle_is_reported_on_the_line_that_ends_the_sample(runs, name: str):
     from attempt_runs import metrics_of
 

@@ -1,4 +1,4 @@
-"""What is kept, recomputed or moved changes no gradient under any engine, and each is seen to happen on every rank."""
+"""Recomputing or moving activations changes no gradient under any engine, and is observed on every rank."""
 
 from collections.abc import Callable
 from pathlib import Path

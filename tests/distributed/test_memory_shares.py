@@ -1,4 +1,4 @@
-"""What ranks share, each saves: bytes between steps and the peak of a step, against DDP's and the prediction.
+"""Each rank saves the memory of state that ranks share: bytes between steps and peak, against DDP and the prediction.
 
 Bytes between steps are exact. The peak differs from run to run under every engine that shards, by up to 7 %: a
 collective of gloo's lets go of its tensors when its thread gets there. For a model this small the closed form is up to

@@ -1,4 +1,4 @@
-"""What a CPU can run of the product of all axes, and a small set of points in which every pair of values meets."""
+"""Points of the product of all axes that a CPU can run, and a small set of them with every pair of values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache

@@ -1,4 +1,4 @@
-"""What an expert would take, machine by machine, argued in docs/choices.md."""
+"""The choices of docs/choices.md, which gives the reason for each machine."""
 
 from collections.abc import Iterator
 from functools import cache

@@ -584,15 +584,22 @@ def test_auto_is_lora_on_a_small_card_where_full_training_has_its_state_in_host_
     assert scratch.chosen.method is Method.FULL
 
 
-@pytest.mark.parametrize("spec", ["4xRTX-3090", "4xA100-SXM4-40GB"])
-def test_lora_that_would_gather_its_base_over_pcie_is_qlora(spec: str) -> None:
-    """Of a model whose bf16 base fits no single card; NVLink gathers it in the time of a block."""
-    model = CONFIGS["8b"] | {"num_hidden_layers": 60 if spec == "4xRTX-3090" else 90}
-    small = machine(spec, ram_bytes=64 * GIB)
-    plan = plan_of(model, small, method=None, seq_len=4096, tokens_per_step=131072)
-    lora = plan_of(model, small, method=Method.LORA, seq_len=4096, tokens_per_step=131072)
-    assert lora.chosen.strategy.sharding.shards_weights and not lora.chosen.strategy.offload.moves_parameters
-    assert plan.chosen.method is (Method.QLORA if spec == "4xRTX-3090" else Method.LORA)
+@pytest.mark.parametrize(
+    ("num_layers", "spec", "expected"),
+    [
+        pytest.param(150, "8xRTX-4090", Method.QLORA, id="QLoRA is twice as fast"),
+        pytest.param(60, "4xRTX-3090", Method.LORA, id="QLoRA is a tenth faster, within the errors"),
+        pytest.param(90, "4xA100-SXM4-40GB", Method.LORA, id="NVLink gathers a block while another computes"),
+    ],
+)
+def test_lora_that_gathers_its_base_over_pcie_is_qlora_where_that_is_clearly_faster(num_layers, spec, expected) -> None:
+    model = CONFIGS["8b"] | {"num_hidden_layers": num_layers}
+    auto, lora = (
+        plan_of(model, machine(spec, ram_bytes=64 * GIB), method=method, seq_len=4096, tokens_per_step=131072).chosen
+        for method in (None, Method.LORA)
+    )
+    assert lora.strategy.sharding.shards_weights and not lora.strategy.offload.moves_parameters
+    assert auto.method is expected
 
 
 def test_a_plan_says_what_would_fill_the_card() -> None:

@@ -221,16 +221,16 @@ def upper_seconds(context: PlanningContext, configuration: Configuration, step_s
     return seconds * (1 + prediction_error(configuration) + (0 if configuration.is_exact else APPROXIMATE))
 
 
-# Times as long: what several cards take host RAM for must gain more than the errors of both predictions.
-HOST_PRICE = (1 + UNCOMPARED_ERROR) ** 2
+# Times as fast: a gain above the errors of both predictions.
+BOTH_ERRORS = (1 + UNCOMPARED_ERROR) ** 2
 
 
 def host_price(context: PlanningContext, configuration: Configuration) -> float:
-    """`HOST_PRICE` of state or activations in host RAM, which the cards of a node share; 1 on a single card."""
+    """`BOTH_ERRORS` of state or activations in host RAM, which the cards of a node share; 1 on a single card."""
     row = configuration.strategy
     is_paged = row.optimizer.facts.is_paged and not configuration.method.freezes_base
     uses_host = row.offload is not Offload.NONE or configuration.activation_offload or is_paged
-    return HOST_PRICE if uses_host and configuration.num_ranks > 1 and not context.is_cpu else 1.0
+    return BOTH_ERRORS if uses_host and configuration.num_ranks > 1 and not context.is_cpu else 1.0
 
 
 def compared_seconds(context: PlanningContext, configuration: Configuration, step_s: float) -> float:

@@ -7,7 +7,7 @@
 3. The method is the job's, or under `auto` the first of full, galore, lora, qlora that runs within the limits, and
    within a day if there is no limit of hours; if none does, the fastest. On cards of at most 16 GiB lora comes before
    full training that has its state in host RAM. Where lora would stream its base from host RAM it is qlora unless lora
-   is faster.
+   is faster; where cards would gather it over PCIe, if qlora gains more than the errors of both predictions.
 4. The first candidate is chosen; fallbacks and the table of methods are added.
 """
 
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.calibrate import Corrections, after_trials, corrections_of
 from shardwise.trainer.planning.candidates import (
-    HOST_PRICE,
+    BOTH_ERRORS,
     WISHED_HOURS,
     compared_seconds,
     configuration_of,
@@ -314,7 +314,7 @@ def _rank_methods(
             if position > beats[0]:
                 break
             if position == beats[0]:
-                known_seconds = HOST_PRICE * beats[1] * context.schedule.sequences_per_step
+                known_seconds = BOTH_ERRORS * beats[1] * context.schedule.sequences_per_step
         rankings[method] = ranked(method, known_seconds) if is_requested else survey(context)
         if is_requested and rankings[method].candidates:
             hours[method] = run_hours(context, rankings[method].candidates[0])
@@ -343,9 +343,10 @@ def _streams(context: PlanningContext, ranking: Ranking) -> bool:
 
 
 def _without_streaming(contexts: Mapping[Method, PlanningContext], rankings: Mapping[Method, Ranking]) -> Method:
-    """QLoRA, whose base has 4 bits, unless LoRA that streams its base is faster.
+    """QLoRA, whose base has 4 bits, unless LoRA that streams its base from host RAM is faster.
 
-    Others use it on such cards, and little or no host RAM is pinned.
+    Others use it on such cards, and little or no host RAM is pinned. LoRA that gathers its base pins none, and is
+    given up only for a gain above the errors of both predictions.
     """
 
     def seconds(method: Method) -> float:
@@ -354,7 +355,9 @@ def _without_streaming(contexts: Mapping[Method, PlanningContext], rankings: Map
 
     if not rankings[Method.QLORA].candidates:
         return Method.LORA
-    return Method.QLORA if seconds(Method.QLORA) <= seconds(Method.LORA) else Method.LORA
+    is_hosted = rankings[Method.LORA].candidates[0].strategy.offload.moves_parameters
+    margin = 1.0 if is_hosted else BOTH_ERRORS
+    return Method.QLORA if margin * seconds(Method.QLORA) <= seconds(Method.LORA) else Method.LORA
 
 
 def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:

@@ -1,4 +1,4 @@
-"""What other settings would gain: each is the plan with that setting, and is stated only if it is worth a line."""
+"""Gains of other settings: each is that of a plan with the setting, and is stated only if it is worth a line."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What other settings of the job, or facts of the machine, would gain: each from a plan with them."""
+"""Gains of other settings of the job, or of other facts of the machine: each is that of a plan with them."""
 
 import math
 from collections.abc import Iterator
@@ -32,10 +32,10 @@ def gains(context: PlanningContext, plan: Plan) -> Iterator[Gain]:
 
 
 LARGER_BATCH = 8  # times the rows of a step
-WORTH_A_BATCH = 1.5  # times as fast: other updates are learned from
-LEAST_STEPS = 30  # of a run with it
+WORTH_A_BATCH = 1.5  # times as fast; less is not worth fewer updates
+LEAST_STEPS = 30  # of a run with the larger batch
 _PER_STEP = ("communication_s", "offload_s", "optimizer_s")
-_LEAST_PER_STEP = 1 / 3  # of the time: work per step and not per token
+_LEAST_PER_STEP = 1 / 3  # share of a step's time in these parts; below it no larger batch is searched
 
 
 def _larger_batch(context: PlanningContext, chosen: Candidate) -> Iterator[Gain]:
@@ -44,7 +44,7 @@ def _larger_batch(context: PlanningContext, chosen: Candidate) -> Iterator[Gain]
     has_steps = context.schedule.num_steps >= LARGER_BATCH * LEAST_STEPS
     if context.is_cpu or not has_steps or per_step < _LEAST_PER_STEP * chosen.speed.step_s:
         return
-    larger = _with_rows(context, LARGER_BATCH * context.schedule.sequences_per_step)
+    larger = _with_larger_batch(context)
     best = next(iter(survey(larger).candidates), None)
     if best is not None and (gain := _rate(best) / _rate(chosen)) >= WORTH_A_BATCH:
         setting = f"train.tokens_per_step={larger.schedule.tokens_per_step}"
@@ -55,7 +55,7 @@ def _larger_batch(context: PlanningContext, chosen: Candidate) -> Iterator[Gain]
             candidate=best,
             hours=run_hours(larger, best),
             text=f"a larger global batch would be {gain:.1f} times as fast: {setting}, {_rate(best):,.0f} tokens/s by "
-            f"{best.strategy.name}; of its fewer updates the learning rate may have to be larger",
+            f"{best.strategy.name}; it makes fewer updates, which may need a higher learning rate",
         )
 
 
@@ -63,16 +63,19 @@ def _rate(candidate: Candidate) -> float:
     return candidate.speed.tokens_per_s_per_gpu * candidate.num_ranks
 
 
-def _with_rows(context: PlanningContext, num_rows: int) -> PlanningContext:
-    """The same job with so many rows a step, on as many tokens in all."""
+def _with_larger_batch(context: PlanningContext) -> PlanningContext:
+    """The same job with LARGER_BATCH times the rows a step, on as many tokens in all."""
     schedule, train = context.schedule, context.job.train
-    share = num_rows / schedule.sequences_per_step
-    tokens = round(share * schedule.tokens_per_step)
-    steps = max(1, math.ceil(schedule.num_steps / share))
+    tokens = LARGER_BATCH * schedule.tokens_per_step
     return replace(
         context,
         job=replace(context.job, train=replace(train, tokens_per_step=tokens)),
-        schedule=replace(schedule, sequences_per_step=num_rows, tokens_per_step=tokens, num_steps=steps),
+        schedule=replace(
+            schedule,
+            sequences_per_step=LARGER_BATCH * schedule.sequences_per_step,
+            tokens_per_step=tokens,
+            num_steps=math.ceil(schedule.num_steps / LARGER_BATCH),
+        ),
     )
 
 

@@ -17,8 +17,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.profiler
 from torch._C._autograd import DeviceType  # torch.autograd has it under no public name
-from torch.profiler import ProfilerActivity, profile, supported_activities
+from torch.profiler import ProfilerActivity
 
 from shardwise.trainer.spec.report import DeviceTime
 
@@ -113,10 +114,10 @@ class DeviceSample:
         if not (self._is_recording and self.includes(step)):
             return
         has_room = torch.cuda.mem_get_info(self._device)[0] >= LEAST_FREE_BYTES
-        if ProfilerActivity.CUDA not in supported_activities() or not has_room:
+        if ProfilerActivity.CUDA not in torch.profiler.supported_activities() or not has_room:
             self._is_recording = False
             return
-        recording = profile(activities=[ProfilerActivity.CUDA])
+        recording = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
         with suppress(RuntimeError):  # another profiler is active: the run continues without a sample
             recording.start()
             self._running, self._begin_ns = recording, time.time_ns()
@@ -126,10 +127,11 @@ class DeviceSample:
         if self._running is None:
             return None
         window, recording, self._running = (self._begin_ns, time.time_ns()), self._running, None
-        recording.stop()
-        if step > self._steps[0]:
-            self._windows.append(window)
-            self._kernels += _kernels_of(recording)
+        with suppress(RuntimeError):  # of CUPTI: the run continues without this step
+            recording.stop()
+            if step > self._steps[0]:
+                self._kernels += _kernels_of(recording)
+                self._windows.append(window)
         return device_time(self._kernels, self._windows) if step == self._steps[-1] else None
 
 
