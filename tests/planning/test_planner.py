@@ -667,3 +667,12 @@ def test_opt_ins_that_suffice_only_together_are_named_and_do() -> None:
         with pytest.raises(NothingFitsError):
             plan_of("8b", card, allow=tuple(other for other in allowed if other is not each), **facts)
     assert plan_of("8b", card, **{**IN_BACKWARD, "tokens_per_step": 2048}).chosen.optimizer_in_backward
+
+
+def test_an_engine_for_its_offload_on_one_card_says_what_a_step_needs_without() -> None:
+    lora = plan_of("8b", machine("1xRTX-3060-12GB", ram_bytes=32 * GIB), method=Method.LORA)
+    need = re.search(r"without it a step needs at least ([\d.]+) GiB, ([\d.]+) GiB are usable", lora.chosen.reasons[0])
+    assert need is not None
+    assert float(need[1]) > float(need[2])
+    pinned = plan_of("1b", "1xRTX-4090", allow=(Allowance.OFFLOAD_CPU,), pin={"offload": Offload.OPTIMIZER})
+    assert pinned.chosen.reasons[0].endswith("(optimizer)")

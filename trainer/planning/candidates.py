@@ -226,11 +226,12 @@ BOTH_ERRORS = (1 + UNCOMPARED_ERROR) ** 2
 
 
 def host_price(context: PlanningContext, configuration: Configuration) -> float:
-    """`BOTH_ERRORS` of state or activations in host RAM, which the cards of a node share; 1 on a single card."""
+    """`BOTH_ERRORS` of weights or state in host RAM and, on several cards, which share it, of all else there."""
     row = configuration.strategy
     is_paged = row.optimizer.facts.is_paged and not configuration.method.freezes_base
-    uses_host = row.offload is not Offload.NONE or configuration.activation_offload or is_paged
-    return BOTH_ERRORS if uses_host and configuration.num_ranks > 1 and not context.is_cpu else 1.0
+    is_shared = configuration.num_ranks > 1 and (configuration.activation_offload or is_paged)
+    uses_host = row.offload is not Offload.NONE or is_shared
+    return BOTH_ERRORS if uses_host and not context.is_cpu else 1.0
 
 
 def compared_seconds(context: PlanningContext, configuration: Configuration, step_s: float) -> float:

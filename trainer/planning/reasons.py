@@ -20,7 +20,7 @@ from shardwise.trainer.planning.candidates import (
 )
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, refuse, rule_named
+from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, may_run, refuse, rule_named
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import idle_run_warnings, padding_share, usual_rate, widths_at
 from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
@@ -28,6 +28,7 @@ from shardwise.trainer.planning.search.choice import best_of, one_a_kind, second
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     attention,
+    least_need,
     micro_batches,
     shard_groups,
     starts_of,
@@ -38,7 +39,7 @@ from shardwise.trainer.planning.speed.step import fp8_share, speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, packing_note
-from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.fp8 import FP8_RECIPES
 from shardwise.trainer.spec.host_ram import NEARLY_FULL
 from shardwise.trainer.spec.job.sections import Allowance, Objective
@@ -94,7 +95,7 @@ def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
     """The reason for each setting of `candidate`."""
     row = candidate.strategy
     return (
-        f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}{_why_group(context, candidate)}"
+        f"{row.sharding}: {_why_sharding(context, candidate)}{_why_group(context, candidate)}"
         f"{_why_reduced(context, candidate)}",
         f"{row.precision}: {_why_precision(context, candidate)}",
         f"micro batch {candidate.micro_batch}: {_why_micro_batch(context, candidate)}",
@@ -263,10 +264,21 @@ def _update_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[st
         yield "train.clip is not applied: updates inside the backward pass never have all gradients at once"
 
 
-def _why_sharding(row: Strategy, num_ranks: int) -> str:
-    if num_ranks == 1 and row.offload is not Offload.NONE:
-        return f"one device: nothing to spread, but its engine does the offload ({row.offload})"
-    return row.sharding.facts.reason
+def _why_sharding(context: PlanningContext, candidate: Candidate) -> str:
+    """The use of a sharding; of one on a single device, which is there for its offload, what a step needs without."""
+    row = candidate.strategy
+    if candidate.num_ranks > 1 or row.offload is Offload.NONE:
+        return row.sharding.facts.reason
+    text = f"one device: nothing to spread, but its engine does the offload ({row.offload})"
+    plain = one_a_kind(CATALOGUE, lambda row: row.sharding is Sharding.NONE and may_run(context, row))
+    resident = [row for row in plain if candidate.method.freezes_base or not row.optimizer.facts.is_paged]
+    if not resident:
+        return text
+    if (best := best_of(context, resident)[0]) is not None:
+        return f"{text}; a step without it is predicted {best.speed.step_s / candidate.speed.step_s:.2f} times as long"
+    least = min(least_need(context, row).memory.need_bytes for row in resident)
+    usable = format_bytes(context.device.usable_bytes)
+    return f"{text}; without it a step needs at least {format_bytes(least)}, {usable} are usable"
 
 
 def _why_group(context: PlanningContext, candidate: Candidate) -> str:

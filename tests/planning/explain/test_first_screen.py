@@ -98,7 +98,7 @@ def test_warnings_stay_where_there_is_no_room_for_alternatives() -> None:
 
 
 def test_the_first_alternatives_stay_where_there_is_no_room_for_all() -> None:
-    plan = plan_of("1b", "1xRTX-4090")
+    plan = plan_of("1b", "1xA100-SXM4-40GB")
     shown = [alternative.setting for alternative in alternatives(plan, context_of(plan))][:3]
     for num_remarks in (5, 6, 7, 8):
         text = screen(plan, remarks=["remark"] * num_remarks)

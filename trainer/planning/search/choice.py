@@ -4,8 +4,8 @@ Faster ones come before slower ones, by the upper end of their range (`candidate
 the one whose prediction is less certain must be predicted faster by the difference of their errors, and one that
 changes the update, which only a job that allows it has, by 10 % more. Of those within 1 % of the fastest exact ones
 come first, then the simplest (`catalogue.LAYOUTS`, state that is not paged), then the one that needs the least memory.
-One that fills a card to more than 97 % must be predicted 5 % faster (`candidates.priced`), one of several cards that
-uses host RAM by the errors of both (`candidates.BOTH_ERRORS`).
+One that fills a card to more than 97 % must be predicted 5 % faster (`candidates.priced`), one that keeps weights or
+state in host RAM by the errors of both, and on several cards any that uses it (`candidates.host_price`).
 Trials outrank predictions: strategies that ran in one come first, those that ran out of memory are rejected.
 
 `method_rows` is the table of methods: memory and time of full, galore, lora and qlora, even of those that may not run.
