@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Never, Self
 
 from shardwise.trainer.runtime.run import process
+from shardwise.trainer.runtime.run.cores import bind_to_cores
 from shardwise.trainer.runtime.run.state import (
     ReportWriter,
     RunPaths,
@@ -86,6 +87,7 @@ def _run(
 ) -> None:
     writer.write_status("importing the libraries")
     plan = codec.read(plan_path, Plan)
+    bind_to_cores(plan)  # before torch starts its threads
     from shardwise.trainer.runtime.run.state import RunState
 
     with _RankEnd(plan, RunState(), writer, companion) as end:

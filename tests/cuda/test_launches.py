@@ -1,6 +1,7 @@
 """`shardwise train` on cards that are not there, from the probe to the report: every sharding and every method."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Report
 
 pytestmark = needs_no_cuda
+NUM_CORES = len(os.sched_getaffinity(0))
 ONE, TWO, OLD = Machine(cards=(RTX_4060,)), Machine(cards=(RTX_4060,) * 2), Machine(cards=(T4,))
 FSDP_OFFLOAD = {"sharding": "fsdp", "offload": "optimizer+params"}
 LORA, QLORA = ({"method": method, "lora": {"rank": 4}} for method in ("lora", "qlora"))
@@ -97,6 +99,9 @@ def check(run: Launch, case: Case, *, num_steps: int = 2) -> None:
     if "sharding" in case.pin:
         assert report.plan.strategy.sharding == case.pin["sharding"]
         assert (report.verified.backend or "").startswith(("nccl", "cuda:nccl"))
+    if "CPU cores" in report.verified.facts:  # of ranks that are bound: every core is visible, and there are enough
+        assert "offload" in case.pin and report.verified.world_size > 1
+        assert report.verified.facts["CPU cores"].endswith(f" with {NUM_CORES // 2} threads")
     for name, pattern in case.seen.items():
         assert re.search(pattern, report.verified.facts[name]), (name, report.verified.facts)
     assert report.measured.memory.peak_allocated_bytes

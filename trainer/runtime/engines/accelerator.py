@@ -9,6 +9,7 @@ and a difference stops the run with both values.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ from shardwise.trainer.runtime.optimizers import (
 )
 from shardwise.trainer.runtime.precision.fp8 import check_precision
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, precision_facts
+from shardwise.trainer.runtime.run.cores import active_cores
 from shardwise.trainer.runtime.run.process import world_size_of_launch
 from shardwise.trainer.runtime.run.types import compute_type, weight_type
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -141,7 +143,9 @@ def facts_after_step(
 ) -> dict[str, str]:
     """Facts that exist only after a step, as text."""
     plain = plain_model(model)
+    cores = active_cores(os.environ, torch.get_num_threads())
     return {
+        **({} if cores is None else {"CPU cores": cores[1]}),
         **method_facts(plain),
         **running_engine(model).facts(model, unwrapped(optimizer)),
         **optimizer_facts(optimizer),
@@ -197,6 +201,8 @@ def _comparisons(
         yield "this rank owns a share of the state", True, owns
     if sharding.shards_weights:
         yield "weights are sharded", True, verified.sharded_parameters > 0
+    if (cores := active_cores(os.environ, torch.get_num_threads())) is not None:
+        yield "CPU cores of this rank", *cores
     if engine is engine_of(sharding):
         yield from engine.rows(model, chosen, hybrid_mesh)
 
