@@ -218,6 +218,11 @@ def score_unfitted(rows: Sequence[Row]) -> list[Score]:
     ]
 
 
+def factor(error: float) -> float:
+    """The factor between prediction and measurement, less one, of prediction / measurement - 1."""
+    return max(1 + error, 1 / (1 + error)) - 1
+
+
 class Unfitted(NamedTuple):
     """Errors of one kind of prediction that no constant was fitted to, and the error that plans state for it."""
 
@@ -231,22 +236,25 @@ class Unfitted(NamedTuple):
 
 
 def unfitted() -> list[Unfitted]:
-    """Speeds by kind of card, and peaks by method and sharding, of machines and trainers that nothing was fitted to.
+    """Speeds by kind of run, and peaks by method and sharding, of machines and trainers that nothing was fitted to.
 
     Peaks are those of the fitted rows, predicted without the properties of their trainer.
     """
-    from shardwise.trainer.planning.search.certainty import PEAK, SPEED, is_well_known
+    import judging
 
-    speeds: dict[bool, list[float]] = defaultdict(list)
-    for row, error in errors(read_rows(UNFITTED_ROWS), "tokens_per_s_per_gpu"):
-        speeds[is_well_known(row.case["hardware"]["gpu"])].append(abs(error))
+    from shardwise.trainer.planning.search.certainty import PEAK, SPEED, SpeedKind, speed_kind
+
+    speeds: dict[SpeedKind, list[float]] = defaultdict(list)
+    for row, error in errors([*read_rows(UNFITTED_ROWS), *judging.read_rows()], "tokens_per_s_per_gpu"):
+        machine = row.case["hardware"]
+        kind = speed_kind(machine["gpu"], num_nodes=machine["nodes"], has_experts=judging.has_experts(row))
+        speeds[kind].append(factor(error))
     peaks: dict[tuple[bool, str], list[float]] = defaultdict(list)
     for row, error in errors(read_rows(reference="unknown"), "peak_allocated_gib"):
         train = row.case["train"]
-        peaks[train["sharding"] == "fsdp", train["method"]].append(abs(error))
-    cards = {True: "A100, H100, H200", False: "other cards"}
+        peaks[train["sharding"] == "fsdp", train["method"]].append(factor(error))
     return [
-        *(Unfitted(f"tokens/s, {cards[kind]}", tuple(speeds[kind]), SPEED[kind]) for kind in cards),
+        *(Unfitted(f"tokens/s, {kind}", tuple(speeds[kind]), stated) for kind, stated in SPEED.items()),
         *(
             Unfitted(f"peak allocated, {method}, {'FSDP' if is_sharded else 'one GPU'}", tuple(found), stated)
             for (is_sharded, method), stated in PEAK.items()

@@ -94,7 +94,7 @@ def _stated(row: Row, counter: str) -> float | None:
     read = read_case(row.case)
     sharding, method = read.configuration.strategy.sharding, read.configuration.method
     if counter == "tokens_per_s_per_gpu":
-        usual = usual_error(read.device, has_experts=_has_experts(row))
+        usual = usual_error(read.device, has_experts=has_experts(row))
         return None if usual is None else max(usual, prediction_error(read.configuration))
     kind = PEAK.get((sharding.uses_fsdp, method))
     return None if kind is None else kind.error
@@ -110,7 +110,8 @@ def _is_well_known(row: Row) -> bool:
     return is_well_known(_gpu(row))
 
 
-def _has_experts(row: Row) -> bool:
+def has_experts(row: Row) -> bool:
+    """True of a mixture of experts."""
     return "moe" in row.case["model"]["model_type"]
 
 
@@ -120,8 +121,8 @@ def groups(rows: Sequence[Row]) -> dict[str, Callable[[Row], bool]]:
         "all": lambda row: True,
         "A100, H100, H200": _is_well_known,
         "other cards": lambda row: not _is_well_known(row),
-        "dense": lambda row: not _has_experts(row),
-        "mixture of experts": _has_experts,
+        "dense": lambda row: not has_experts(row),
+        "mixture of experts": has_experts,
         "several nodes": lambda row: row.case["hardware"]["nodes"] > 1,
     }
     for gpu in sorted({_gpu(row) for row in rows}):

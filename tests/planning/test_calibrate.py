@@ -197,8 +197,8 @@ def test_a_setting_that_runs_show_not_to_fit_is_no_longer_taken() -> None:
 @pytest.mark.parametrize(
     ("model", "spec", "pin", "speed", "peak"),
     [
-        ("8b", H100S, {"sharding": Sharding.ZERO2}, "within 15 %", "ZeRO: 9 peaks of one H100"),
-        ("8b", H100S, {"sharding": Sharding.FSDP}, "within 15 %", "within 5 %; 17 published peaks"),
+        ("8b", H100S, {"sharding": Sharding.ZERO2}, "within 25 %", "ZeRO: 9 peaks of one H100"),
+        ("8b", H100S, {"sharding": Sharding.FSDP}, "within 25 %", "within 5 %; 17 published peaks"),
         ("1b", "1xRTX-4090", {"offload": Offload.NONE, "activation_offload": False}, "within 70 %",
          "within 15 %; 17 published peaks"),
         ("1b", "1xA100-SXM4-80GB-MIG-3g.40gb", {}, "within 70 %", "within 15 %; 17 published peaks"),
@@ -214,7 +214,7 @@ def test_without_a_run_a_plan_states_what_was_compared(model, spec, pin, speed, 
 
 def test_runs_that_are_not_used_are_counted() -> None:
     notes = plan_after(record_of(shardwise=None, precision=None), record_of(num_parameters=10**6)).notes
-    assert [note for note in notes if note.startswith("no run like this one") and "within 15 %" in note]
+    assert [note for note in notes if note.startswith("no run like this one") and "within 25 %" in note]
     assert [note for note in notes if note.startswith("2 runs ") and "another version" in note]
 
 

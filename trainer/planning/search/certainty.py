@@ -1,14 +1,15 @@
 """Certainty of a plan's figures: from earlier runs on the device, else from published measurements of similar runs.
 
 `SPEED` and `PEAK` state the error of nine in ten predictions, rounded up to 5 %, of published runs whose trainer or
-machine no constant was fitted to: rows of benchmarks/measured_unfitted.jsonl for the speed; for the peak those of
-measured_public.jsonl, predicted as an unknown trainer. Speeds of mixtures of experts have a range of their own.
-tests/planning/test_accuracy.py and test_judging.py compare them with the rows. A
+machine no constant was fitted to: for the speed rows of benchmarks/measured_unfitted.jsonl and the even ones of
+measured_judging.jsonl, for the peak those of measured_public.jsonl, predicted as an unknown trainer. An error is the
+factor between prediction and measurement, less one. tests/planning/test_accuracy.py compares them with the rows. A
 strategy without a row there has been compared with no measurement on a GPU, and the plan states so. On a CPU the tests
 compare the peak with the allocator events of PyTorch's profiler (docs/memory-model.md).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from types import MappingProxyType
 
 from shardwise.trainer.planning.calibrate import Correction, Factor
@@ -32,22 +33,31 @@ class Compared(Value, frozen=True, kw_only=True):
     error: float
 
 
+class SpeedKind(StrEnum):
+    """What the certainty of a speed follows from: card, nodes, model."""
+
+    ONE_NODE = "dense, one node of A100, H100 or H200"
+    NODES = "dense, several such nodes"
+    EXPERTS = "mixtures of experts"
+    OTHER_CARDS = "dense, other cards"
+
+
 # Cards without NVLink, and all others, depend on links and clocks that no datasheet states.
 WELL_KNOWN_CARDS = ("A100", "H100", "H200")
 SPEED = {
-    True: Compared(num_rows=71, error=0.15),  # of well-known cards
-    False: Compared(num_rows=29, error=0.70),
+    SpeedKind.ONE_NODE: Compared(num_rows=79, error=0.25),
+    SpeedKind.NODES: Compared(num_rows=22, error=0.10),
+    SpeedKind.EXPERTS: Compared(num_rows=8, error=0.20),
+    SpeedKind.OTHER_CARDS: Compared(num_rows=37, error=0.70),
 }
-# Of mixtures of experts on well-known cards and B200: the even rows of benchmarks/measured_judging.jsonl.
-EXPERTS_SPEED = Compared(num_rows=8, error=0.20)
 # By (weights sharded by FSDP, method).
 PEAK = {
     (False, Method.FULL): Compared(num_rows=17, error=0.15),
     (False, Method.LORA): Compared(num_rows=11, error=0.10),
-    (False, Method.QLORA): Compared(num_rows=15, error=0.25),
+    (False, Method.QLORA): Compared(num_rows=15, error=0.35),
     (True, Method.FULL): Compared(num_rows=17, error=0.05),
-    (True, Method.LORA): Compared(num_rows=16, error=0.30),
-    (True, Method.QLORA): Compared(num_rows=18, error=0.30),
+    (True, Method.LORA): Compared(num_rows=16, error=0.40),
+    (True, Method.QLORA): Compared(num_rows=18, error=0.45),
 }
 CPU_PEAK = 0.02
 ASSUMED_SPEED = 1.0  # a factor of two: of a CPU, of a card that is rated by its driver's report, of a traced model
@@ -64,8 +74,17 @@ def usual_error(device: Device, *, has_experts: bool) -> float | None:
         return None
     if device.kind is DeviceKind.CPU or device.is_rated_by_driver:
         return ASSUMED_SPEED
-    of_card = SPEED[is_well_known(device.name)].error
-    return max(of_card, EXPERTS_SPEED.error) if has_experts else of_card
+    of_card = SPEED[speed_kind(device.name, num_nodes=device.num_nodes, has_experts=False)].error
+    return max(of_card, SPEED[SpeedKind.EXPERTS].error) if has_experts else of_card
+
+
+def speed_kind(card: str, *, num_nodes: int, has_experts: bool) -> SpeedKind:
+    """The kind of a run by which its speed is compared."""
+    if has_experts:
+        return SpeedKind.EXPERTS
+    if not is_well_known(card):
+        return SpeedKind.OTHER_CARDS
+    return SpeedKind.NODES if num_nodes > 1 else SpeedKind.ONE_NODE
 
 
 def is_well_known(card: str) -> bool:
