@@ -15,24 +15,22 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardwise.launch.doctor import network, software, system
+from shardwise.launch.doctor import checks
+from shardwise.launch.doctor.checks import Machine
 from shardwise.launch.doctor.finding import (
     Diagnosis,
     Finding,
     Level,
-    Machine,
-    Place,
     diagnosis_of,
     explained,
     fault,
     fine,
-    place_of,
-    read_machine,
     render_diagnosis,
     warning,
 )
 from shardwise.launch.engine.operators import check_toolchain, needed_operators
-from shardwise.launch.job import config_home, site_config
+from shardwise.launch.inputs.hub import hub_cache
+from shardwise.launch.job import cache_home, config_home, site_config
 from shardwise.launch.job.layers import read_job_layers, read_personal_folders
 from shardwise.launch.options import DoctorOptions
 from shardwise.launch.plan.gather import NodeOptions, PlanInputs, plan_inputs, profile_data, read_inputs
@@ -49,7 +47,6 @@ from shardwise.launch.rundir.paths import output_base
 from shardwise.launch.terminal import Console, terminal_columns
 from shardwise.launch.track.start import check_trackers
 from shardwise.trainer.planning.planner import Extent
-from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import ExitCode, ShardwiseError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import redact
@@ -65,7 +62,7 @@ class RequestedJob(NamedTuple):
 
 def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
     """Prints the diagnosis; InputProblemsError for a job file or a config.yaml that cannot be read."""
-    started, requested, output = time.monotonic(), None, None
+    started, requested, output = time.monotonic(), None, Path.cwd()
     home, site = config_home(environment), site_config(environment)
     if options.job is None:
         named = read_personal_folders(config_home=home, site_config=site)
@@ -73,7 +70,16 @@ def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping
         resolved = read_job_layers(options.job, options.overrides, config_home=home, site_config=site)
         named, requested = resolved.folders, RequestedJob(options.job, tuple(options.overrides))
         output = output_base(resolved.job.output, resolved.name).expanduser().absolute().parent
-    diagnosis = diagnose(place_of(environment, named=named, output=output, is_quick=options.quick), requested)
+    hub_home = named.get("huggingface")
+    folders = {
+        checks.OUTPUT: output,
+        checks.CACHE: cache_home(environment, configured=named.get("cache")),
+        checks.HUB_CACHE: hub_cache(Path(hub_home) if hub_home else None, environment),
+    }
+    machine = checks.read_machine(environment, folders, loads_torch=not options.quick)
+    job_check = () if requested is None else (Check(JOB_CHECK, partial(check_job, requested)),)
+    wanted = [check for check in (*CHECKS, *job_check) if not (check.is_slow and options.quick)]
+    diagnosis = without_secrets(diagnosis_of(run_checks(machine, wanted)), environment)
     if options.as_json:
         console.json(diagnosis)
     else:
@@ -82,15 +88,14 @@ def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping
     return diagnosis.exit_code
 
 
-def diagnose(place: Place, requested: RequestedJob | None = None) -> Diagnosis:
-    """Every finding, without a secret of the environment."""
-    job_check = () if requested is None else (Check(JOB_CHECK, partial(check_job, requested)),)
-    found = diagnosis_of(run_checks(read_machine(place), (*CHECKS, *job_check)))
-    shown = partial(redact, environment=place.environment)
+def without_secrets(diagnosis: Diagnosis, environment: Mapping[str, str]) -> Diagnosis:
+    """The findings without a secret of the environment."""
+    shown = partial(redact, environment=environment)
     return replace(
-        found,
+        diagnosis,
         findings=tuple(
-            replace(each, sentence=shown(each.sentence), fix=each.fix and shown(each.fix)) for each in found.findings
+            replace(each, sentence=shown(each.sentence), fix=each.fix and shown(each.fix))
+            for each in diagnosis.findings
         ),
     )
 
@@ -107,48 +112,24 @@ class Check(NamedTuple):
 
 
 CHECKS = (
-    Check("driver", software.check_driver),
-    Check("torch", software.check_torch),
-    Check("compiled-libraries", software.check_compiled, is_slow=True),
-    Check("gpu-memory", software.check_memory_held),
-    Check("collective", software.check_collective, is_slow=True),
-    Check("python", software.check_python),
-    Check("libraries", software.check_libraries),
-    Check("shadowed-modules", software.check_shadows),
-    Check("variables", software.check_variables),
-    Check("compiler", software.check_compiler),
-    Check("libaio", software.check_libaio),
-    Check("ninja", software.check_ninja),
-    Check("cuda-toolkit", software.check_toolkit),
-    Check("build-locks", software.check_build_locks),
-    Check("memory", system.check_memory),
-    Check("shared-memory", system.check_shared_memory),
-    Check("open-files", system.check_open_files),
-    Check("processes", system.check_processes),
-    Check("locked-memory", system.check_locked_memory),
-    Check("other-limits", system.check_other_limits),
-    Check("wsl", system.check_wsl),
-    Check("folders", system.check_folders),
-    Check("home", system.check_home),
-    Check("room", system.check_room),
-    Check("mounts", system.check_mounts),
-    Check("disk-speed", system.check_speed, is_slow=True),
-    Check("hub-cache", system.check_hub_cache),
-    Check("hostname", network.check_hostname),
-    Check("interfaces", network.check_interfaces),
-    Check("proxies", network.check_proxies, is_slow=True),
-    Check("hub", network.check_hub, is_slow=True),
-    Check("wandb", network.check_wandb, is_slow=True),
-    Check("slurm", network.check_slurm),
+    Check("driver", checks.check_driver),
+    Check("torch", checks.check_torch),
+    Check("compiled-libraries", checks.check_compiled, is_slow=True),
+    Check("collective", checks.check_collective, is_slow=True),
+    Check("loopback", checks.check_loopback),
+    Check("libraries", checks.check_libraries),
+    Check("compiler", checks.check_compiler),
+    Check("shared-memory", checks.check_shared_memory),
+    Check("disk", checks.check_disk),
+    Check("slurm", checks.check_slurm),
 )
 JOB_CHECK = "job"  # made for the job of the command line
 
 
 def run_checks(
-    machine: Machine, checks: tuple[Check, ...] = CHECKS, *, deadline_s: float = DEADLINE_S
+    machine: Machine, wanted: Sequence[Check] = CHECKS, *, deadline_s: float = DEADLINE_S
 ) -> Iterator[Finding]:
     """Findings of the checks in the order of the table; a check that does not end in time is a finding itself."""
-    wanted = [check for check in checks if not (check.is_slow and machine.place.is_quick)]
     until_s = time.monotonic() + deadline_s
     running = [(check, BackgroundCall(partial(_all_of, check, machine))) for check in wanted]
     for check, call in running:
@@ -189,27 +170,22 @@ def check_job(requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
     chosen = plan.chosen
     yield fine(f"{requested.path}: {chosen.strategy.name}, micro batch {chosen.micro_batch}, on {chosen.num_ranks} "
                f"rank{'s' if chosen.num_ranks > 1 else ''}")  # fmt: skip
-    yield from _of_plan(plan, requested, machine)
-    yield from software.missing_for(plan)
+    yield from _of_plan(plan, requested, machine.folders[checks.OUTPUT])
+    yield from checks.missing_for(plan)
 
 
-def _of_plan(plan: Plan, requested: RequestedJob, machine: Machine) -> Iterator[Finding]:
-    output = machine.place.output
-    if plan.hardware.source == "probe":
-        problems = list(_checked(lambda: check_disk(plan, output), requested))
-        yield from problems
-        if not problems:
-            yield fine(
-                f"{output} has room for checkpoints and the exported model ({format_bytes(needed_disk_bytes(plan))})"
-            )
-        operators = needed_operators(plan.chosen)
-        if operators:
-            yield from _checked(lambda: check_toolchain(operators, device_kind=plan.device_kind), requested)
-    if plan.chosen.strategy.offload is not Offload.NONE and not system.swap_of(machine.place):
-        yield warning(
-            f"the plan offloads ({plan.chosen.strategy.offload}), and there is no swap: RAM that runs out ends the run",
-            "sudo fallocate -l 32G /swapfile; sudo chmod 600 /swapfile; sudo mkswap /swapfile; sudo swapon /swapfile",
+def _of_plan(plan: Plan, requested: RequestedJob, output: Path) -> Iterator[Finding]:
+    if plan.hardware.source != "probe":
+        return
+    problems = list(_checked(lambda: check_disk(plan, output), requested))
+    yield from problems
+    if not problems:
+        yield fine(
+            f"{output} has room for checkpoints and the exported model ({format_bytes(needed_disk_bytes(plan))})"
         )
+    operators = needed_operators(plan.chosen)
+    if operators:
+        yield from _checked(lambda: check_toolchain(operators, device_kind=plan.device_kind), requested)
 
 
 def _checked(check: Callable[[], None], requested: RequestedJob) -> Iterator[Finding]:

@@ -34,9 +34,7 @@ class ProgramResult(Value, frozen=True, kw_only=True):
         return lines[-1] if lines else "it printed nothing"
 
 
-def run_program(
-    argv: Sequence[str], *, environment: Mapping[str, str], timeout_s: float, standard_input: str | None = None
-) -> ProgramResult:
+def run_program(argv: Sequence[str], *, environment: Mapping[str, str], timeout_s: float) -> ProgramResult:
     """Runs a program in a session of its own."""
     import subprocess  # a probe of a machine without a card starts no program
 
@@ -44,7 +42,7 @@ def run_program(
         process = subprocess.Popen(
             argv,
             env={**environment, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL if standard_input is None else subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -54,7 +52,7 @@ def run_program(
     except OSError as error:
         return ProgramResult(obstacle=f"{argv[0]}: {error.strerror}")
     try:
-        output, errors = process.communicate(standard_input, timeout=timeout_s)
+        output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         from shardwise.launch.worker import end
 

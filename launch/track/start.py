@@ -83,11 +83,6 @@ def login_problem(environment: Mapping[str, str]) -> str | None:
     return None if problem is None else f"{problem}; run wandb login, or set WANDB_API_KEY"
 
 
-def wandb_host(environment: Mapping[str, str]) -> str | None:
-    """The server that the installed wandb uses by its own settings; None if wandb does not load."""
-    return run_wandb_command("login", None, environment, timeout_s=_LOGIN_TIMEOUT_S).url
-
-
 def run_wandb_command(
     command: str, request: ViewRequest | None, environment: Mapping[str, str], *, timeout_s: float
 ) -> WandbResult:

@@ -77,7 +77,7 @@ class ViewRequest(Value, frozen=True, kw_only=True):
 
 
 class WandbResult(Value, frozen=True, kw_only=True):
-    """The result of a command of `launch.track.wandb`: a problem, and the URL of the server or of a saved view."""
+    """The result of a command of `launch.track.wandb`: a problem, or the URL of a saved view."""
 
     problem: str | None = None
     url: str | None = None

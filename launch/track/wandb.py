@@ -300,7 +300,7 @@ def _times(whole_s: float | None, parts_s: Mapping[str, float], *, suffix: str =
 
 
 def login_result() -> WandbResult:
-    """The server, and the problem with its login unless it has a key or an identity; sends nothing, never prompts."""
+    """The problem with the login to the server unless it has a key or an identity; sends nothing, never prompts."""
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib import wbauth
 
@@ -308,8 +308,8 @@ def login_result() -> WandbResult:
     try:
         found = wbauth.authenticate_session(host=host, source="shardwise", prompt=False)
     except wandb.Error as error:
-        return WandbResult(problem=str(error).partition("\n")[0], url=host)
-    return WandbResult(problem=None if found is not None else f"there is no login for {host}", url=host)
+        return WandbResult(problem=str(error).partition("\n")[0])
+    return WandbResult(problem=None if found is not None else f"there is no login for {host}")
 
 
 _ENTITY = "query OwnEntity { viewer { entity } }"

@@ -1,7 +1,6 @@
 """Broken machines for `doctor`: kernel files below a folder, programs that stand in, libraries that stand in."""
 
 from pathlib import Path
-from typing import Any
 
 from captured_machine import Machine as LaidOut
 from fake_torch import FakeTorch
@@ -9,8 +8,9 @@ from gpu_machines import machine_with
 from msgspec.structs import replace
 from warm_python import SWITCH
 
+from shardwise.launch.doctor.checks import CACHE, HUB_CACHE, OUTPUT, Machine, read_machine
 from shardwise.launch.doctor.command import CHECKS, run_checks
-from shardwise.launch.doctor.finding import Diagnosis, Level, Machine, Place, diagnosis_of, place_of, read_machine
+from shardwise.launch.doctor.finding import Diagnosis, Level, diagnosis_of
 from shardwise.launch.probe.torch_fit import TorchResult
 from shardwise.trainer.spec.messages.worker_requests import DeviceTrial, TorchFacts
 
@@ -30,18 +30,14 @@ class BrokenMachine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.laid_out = LaidOut(folder)
-        self.working = folder / "work"
         self.home = folder / "home"
-        for made in (self.working, self.home, folder / "root" / "tmp"):
-            made.mkdir(parents=True)
+        self.home.mkdir()
         self.write("proc/meminfo", MEMINFO)
         self.environment = {
             "PATH": f"{self.laid_out.programs}:/usr/bin:/bin",
             "HOME": str(self.home),
-            "SHARDWISE_CACHE": str(folder / "cache"),
-            "TMPDIR": str(folder / "root" / "tmp"),
         }
-        self.changes: dict[str, Any] = {}
+        self.folders = {OUTPUT: folder / "work", CACHE: folder / "cache", HUB_CACHE: folder / "hub"}
 
     def write(self, path: str, text: str) -> None:
         self.laid_out.write(path, text)
@@ -81,22 +77,16 @@ esac"""
         torch.write(machine_with(architectures=("sm_80", "sm_90")), {"GPU-aaaa": problem})
         self.environment |= {"PYTHONPATH": str(torch.folder), SWITCH: "0"}  # it loads nothing large
 
-    def place(self) -> Place:
-        settings = {"root": self.laid_out.root, "working": self.working, "hostname": "localhost", **self.changes}
-        return place_of(self.environment, output=self.working, **settings)
-
-    def read(self, *, checks_torch: bool = False, timeout_s: float = 60.0, smi_timeout_s: float = 20.0) -> Machine:
-        place = replace(self.place(), is_quick=not checks_torch)
-        machine = read_machine(place, timeout_s=timeout_s, smi_timeout_s=smi_timeout_s)
-        return replace(machine, place=replace(place, is_quick=False))
+    def read(self, *, loads_torch: bool = False, **limits: float) -> Machine:
+        return read_machine(self.environment, self.folders, loads_torch=loads_torch, root=self.laid_out.root, **limits)
 
     def diagnose(self, *names: str, torch: TorchFacts | None = None, **limits: float) -> Diagnosis:
         """Findings of these checks; torch is loaded if `torch` is among them and no facts are given."""
-        checks_torch = "torch" in names and torch is None
-        machine = self.read(checks_torch=checks_torch, **limits)
+        loads_torch = "torch" in names and torch is None
+        machine = self.read(loads_torch=loads_torch, **limits)
         wanted = tuple(check for check in CHECKS if check.name in names)
         assert len(wanted) == len(names), names
-        result = machine.torch if checks_torch else TorchResult(facts=torch)
+        result = machine.torch if loads_torch else TorchResult(facts=torch)
         return diagnosis_of(run_checks(replace(machine, torch=result), wanted))
 
 

@@ -80,33 +80,34 @@ def test_a_job_that_cannot_run_is_a_fault_also_of_the_quick_checks(workplace, se
     (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
     assert code == ExitCode.ENVIRONMENT and sentence in found["sentence"] and found["fix"] and fix in found["fix"]
     checked = {row["check"] for row in diagnosis["findings"]}
-    assert len(checked) > 10 and checked.isdisjoint({check.name for check in CHECKS if check.is_slow}), "--quick"
+    assert len(checked) > 5 and checked.isdisjoint({check.name for check in CHECKS if check.is_slow}), "--quick"
 
 
 def test_no_secret_is_ever_shown(workplace):
-    home = {"WANDB_MODE": "online", "CUDA_HOME": f"/{SECRETS['AWS_SECRET_ACCESS_KEY']}"}
-    workplace.environment.update(SECRETS | home)
+    """Neither in a sentence nor in a remedy, nor what the hub is asked with."""
+    secret = SECRETS["AWS_SECRET_ACCESS_KEY"]
+    workplace.environment.update(SECRETS)
+    workplace.write_job(model={"config": None, "name": "org/name", "tokenizer": None}, log={"wandb": "offline"})
     del workplace.environment["HF_HUB_OFFLINE"]
     with serving(Hub()) as hub:
-        workplace.environment.update(HF_ENDPOINT=hub.url, WANDB_BASE_URL=hub.url, no_proxy="127.0.0.1")
-        result = workplace.run("doctor", check=False)
+        workplace.environment.update(HF_ENDPOINT=hub.url, no_proxy="127.0.0.1", SHARDWISE_CACHE=f"/proc/{secret}")
+        result = workplace.run("doctor", "job.yaml", "--quick", check=False)
     text = result.stdout + result.stderr
-    assert "hf auth login" in text and f"{hub.url} responds" in text and "CUDA_HOME=/[redacted]" in text
-    for secret in (*SECRETS.values(), "open-sesame-1815"):
-        assert secret not in text
+    assert hub.requests and "the cache cannot be written: /proc" in text and "sudo chown $USER /proc/[redacted]" in text
+    for hidden in (*SECRETS.values(), "open-sesame-1815"):
+        assert hidden not in text
 
 
 def test_findings_hold_no_secret_before_they_are_printed(tmp_path, monkeypatch):
     """As from Python, without the redaction of the command line."""
     monkeypatch.chdir(tmp_path)
     secret = SECRETS["AWS_SECRET_ACCESS_KEY"]
-    modules = tmp_path / secret
-    modules.mkdir()
-    (modules / "yaml.py").touch()
-    environment = {"HOME": str(tmp_path), **SECRETS, "CUDA_HOME": f"/{secret}", "PYTHONPATH": str(modules)}
+    (tmp_path / secret).touch()
+    environment = {"HOME": str(tmp_path), **SECRETS, "SHARDWISE_CACHE": str(tmp_path / secret)}
     out = io.StringIO()
     run_doctor(DoctorOptions(quick=True), Console(out), environment=environment)
-    assert "CUDA_HOME=/[redacted]" in out.getvalue() and f"remove {tmp_path}/[redacted] from" in out.getvalue()
+    shown = f"{tmp_path}/[redacted]"
+    assert f"{shown} is a file" in out.getvalue() and f"sudo chown $USER {shown}" in out.getvalue()
     assert secret not in out.getvalue()
 
 

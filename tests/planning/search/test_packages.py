@@ -7,7 +7,7 @@ from architecture_factory import TINY
 from planning_factory import CONFIGS, machine, plan_of
 from report_factory import make_report
 
-from shardwise.launch.doctor.software import missing_for
+from shardwise.launch.doctor.checks import missing_for
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.recommend import Observed, recommendations
 from shardwise.trainer.planning.search.packages import missing_packages
