@@ -8,7 +8,7 @@ from gpu_machines import machine_with
 from msgspec.structs import replace
 from warm_python import SWITCH
 
-from shardwise.launch.doctor.checks import CACHE, HUB_CACHE, OUTPUT, Machine, read_machine
+from shardwise.launch.doctor.checks import CACHE, HUB_CACHE, OUTPUT, TORCH_TIMEOUT_S, Machine, read_machine
 from shardwise.launch.doctor.command import CHECKS, run_checks
 from shardwise.launch.doctor.finding import Diagnosis, Level, diagnosis_of
 from shardwise.launch.probe.torch_fit import TorchResult
@@ -77,13 +77,15 @@ esac"""
         torch.write(machine_with(architectures=("sm_80", "sm_90")), {"GPU-aaaa": problem})
         self.environment |= {"PYTHONPATH": str(torch.folder), SWITCH: "0"}  # it loads nothing large
 
-    def read(self, *, loads_torch: bool = False, **limits: float) -> Machine:
-        return read_machine(self.environment, self.folders, loads_torch=loads_torch, root=self.laid_out.root, **limits)
+    def read(self, *, loads_torch: bool = False, timeout_s: float = TORCH_TIMEOUT_S) -> Machine:
+        return read_machine(
+            self.environment, self.folders, loads_torch=loads_torch, root=self.laid_out.root, timeout_s=timeout_s
+        )
 
-    def diagnose(self, *names: str, torch: TorchFacts | None = None, **limits: float) -> Diagnosis:
+    def diagnose(self, *names: str, torch: TorchFacts | None = None, timeout_s: float = TORCH_TIMEOUT_S) -> Diagnosis:
         """Findings of these checks; torch is loaded if `torch` is among them and no facts are given."""
         loads_torch = "torch" in names and torch is None
-        machine = self.read(loads_torch=loads_torch, **limits)
+        machine = self.read(loads_torch=loads_torch, timeout_s=timeout_s)
         wanted = tuple(check for check in CHECKS if check.name in names)
         assert len(wanted) == len(names), names
         result = machine.torch if loads_torch else TorchResult(facts=torch)
