@@ -3,10 +3,9 @@
 `ORG/NAME` is the newest revision that was downloaded, `ORG/NAME@REVISION` a branch, a tag or a commit. Only the files
 of the requested split are downloaded, and only files of text or rows, by suffix: never a script, never a pickle.
 
-The cache is read by its layout (`datasets--ORG--NAME/refs/REVISION` holds a commit, `snapshots/COMMIT/` its files), so
-that cached data needs neither the network nor a library. `listings/COMMIT.json` next to it holds the names of all files
-of that commit, written before the first download, so that an interrupted download is detected and continued. If another
-program filled the cache, only numbered files (`-00000-of-00004`) show what is missing.
+Cached data needs no network. huggingface_hub keeps the list of all files of a commit with their sizes, written before
+the first download, so that an interrupted download is detected and continued. If a program without that list filled the
+cache, only numbered files (`-00000-of-00004`) show what is missing.
 
 Splits are found by names alone, as on the hub, so that a data set means here what it means there. The front matter of
 its README.md may list subsets (`configs`) with their files by split, as patterns. Otherwise names decide, as in the
@@ -27,16 +26,14 @@ import msgspec
 
 from shardwise.launch.inputs.hub import (
     REPLY_TIMEOUT_S,
-    cached_commit,
     hub_errors_explained,
     is_hub_id,
     repository_folder,
+    without_progress_bars,
 )
 from shardwise.launch.job.yaml_text import read_yaml
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import ROW_SUFFIXES, content_suffix
-from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.value import Value
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 README = "README.md"
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md"})
@@ -87,13 +84,6 @@ class ListedFiles(msgspec.Struct, frozen=True):
     files: tuple[ListedFile, ...]
 
 
-class Listing(Value, frozen=True, kw_only=True):
-    """Every file of one commit of a repository."""
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...] = ()  # of each, if they were requested
-
-
 def is_dataset_id(source: str) -> bool:
     """True if the source may name a data set of the hub."""
     repository, at, revision = source.partition("@")
@@ -109,14 +99,12 @@ def dataset_files(source: str, part: Part, *, cache: Path, setting: str) -> HubF
     """
     wanted = _Wanted(source, part, cache, setting)
     found = _find(wanted)
-    if found is not None:
-        return found
-    with wanted.hub_errors_explained():
-        commit, listing = _request_listing(wanted, with_sizes=False)
-        chosen = wanted.files_among(listing.names, commit)
-        _fetch(wanted, commit, chosen)
-    snapshot = wanted.snapshot(commit)
-    return HubFiles(f"{wanted.repository}@{commit}", tuple(snapshot / name for name in chosen))
+    if found is None or not all((found.snapshot / name).is_file() for name in found.sizes):
+        found = _request(wanted)
+        with wanted.hub_errors_explained():
+            _fetch(wanted, found.snapshot.name, list(found.sizes))
+    paths = tuple(found.snapshot / name for name in found.sizes)
+    return HubFiles(f"{wanted.repository}@{found.snapshot.name}", paths)
 
 
 def list_dataset(source: str, part: Part, *, cache: Path, setting: str) -> ListedFiles:
@@ -125,22 +113,12 @@ def list_dataset(source: str, part: Part, *, cache: Path, setting: str) -> Liste
     Raises the errors of `dataset_files`.
     """
     wanted = _Wanted(source, part, cache, setting)
-    found = _find(wanted)
-    if found is not None:
-        commit = found.reference.rpartition("@")[2]
-        snapshot = wanted.snapshot(commit)
-        sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in found.paths}
-    else:
-        commit = wanted.cached_commit
-        listing = _stored_listing(wanted, commit)
-        if listing is None or len(listing.sizes) < len(listing.names):
-            with wanted.hub_errors_explained():
-                commit, listing = _request_listing(wanted, with_sizes=True)
-        snapshot, all_sizes = wanted.snapshot(commit), dict(zip(listing.names, listing.sizes, strict=True))
-        sizes = {name: all_sizes[name] for name in wanted.files_among(listing.names, commit)}
-    reference = f"{wanted.repository}@{commit}"
+    found = _find(wanted) or _request(wanted)
+    reference = f"{wanted.repository}@{found.snapshot.name}"
     files = (
-        ListedFile(f"hf://datasets/{reference}/{name}", size, snapshot / name) for name, size in sizes.items() if size
+        ListedFile(f"hf://datasets/{reference}/{name}", size, found.snapshot / name)
+        for name, size in found.sizes.items()
+        if size
     )
     return ListedFiles(reference, tuple(files))
 
@@ -173,20 +151,12 @@ class _Wanted(msgspec.Struct, frozen=True):
     def folder(self) -> Path:
         return repository_folder(self.cache, self.repository, kind="datasets")
 
-    @property
-    def cached_commit(self) -> str:
-        return cached_commit(self.folder, self.revision)
-
-    def snapshot(self, commit: str) -> Path:
-        return self.folder / "snapshots" / commit
-
-    def files_among(self, names: Sequence[str], commit: str) -> tuple[str, ...]:
+    def files_among(self, names: Sequence[str], snapshot: Path) -> tuple[str, ...]:
         """The files of the part among the names of a commit; raises InputError if there are none."""
         data = _data_files(names)
         if not data:
             raise InputError(_nothing_to_read(self.repository, names, setting=self.setting))
-        readme = read_readme(self.snapshot(commit))
-        return files_of_part(data, readme, self.part, origin=f"{self.setting}: {self.source}")
+        return files_of_part(data, read_readme(snapshot), self.part, origin=f"{self.setting}: {self.source}")
 
     def hub_errors_explained(self) -> AbstractContextManager[None]:
         return hub_errors_explained(
@@ -199,55 +169,77 @@ class _Wanted(msgspec.Struct, frozen=True):
         )
 
 
-def _find(wanted: _Wanted) -> HubFiles | None:
-    """The part in the cache; None if some of it is missing, or may be."""
-    commit = wanted.cached_commit
-    snapshot = wanted.snapshot(commit)
-    if not snapshot.is_dir():
+class _Found(msgspec.Struct, frozen=True):
+    """The files of the part in one commit."""
+
+    snapshot: Path  # the folder of the commit's files, named after it
+    sizes: dict[str, int]  # bytes, by name
+
+
+def _find(wanted: _Wanted) -> _Found | None:
+    """The part as the cache lists it, downloaded or not; None if the cache does not have the list, or may not."""
+    if not wanted.folder.is_dir():
         return None
-    listing = _stored_listing(wanted, commit)
-    if listing is None:
-        names = tuple(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*"))
-    else:
-        names = listing.names
+    from huggingface_hub import HfApi, get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, RevisionResolutionError
+
+    place: Any = {"repo_type": "dataset", "revision": wanted.revision, "cache_dir": wanted.cache}
     try:
-        chosen = wanted.files_among(names, commit)
+        commit = HfApi().resolve_revision(wanted.repository, local_files_only=True, **place).resolved
+    except RevisionResolutionError:
+        return None
+    snapshot = wanted.folder / "snapshots" / commit
+    try:
+        listed = get_cached_repo_tree(wanted.repository, **place | {"revision": commit})
+    except CachedRepoTreeNotFoundError:
+        return _whole_part(wanted, snapshot)
+    sizes = {file.path: file.size for file in listed}
+    if README in sizes and not (snapshot / README).is_file():
+        return None
+    return _Found(snapshot, {name: sizes[name] for name in wanted.files_among(list(sizes), snapshot)})
+
+
+def _whole_part(wanted: _Wanted, snapshot: Path) -> _Found | None:
+    """The part among the files that are there, where nothing lists the others; None if some are, or may be, missing."""
+    names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*")]
+    try:
+        chosen = wanted.files_among(names, snapshot)
     except InputError:
-        if listing is not None:  # of the whole repository, so no download would help
-            raise
         return None
-    is_whole = all((snapshot / name).is_file() for name in chosen)
-    lacks_readme = README in names and not (snapshot / README).is_file()
-    if not is_whole or lacks_readme or (listing is None and not _has_all_shards(chosen)):
+    if not _has_all_shards(chosen) or not all((snapshot / name).is_file() for name in chosen):  # a link to nothing
         return None
-    return HubFiles(f"{wanted.repository}@{commit}", tuple(snapshot / name for name in chosen))
+    return _Found(snapshot, {name: (snapshot / name).stat().st_size for name in chosen})
 
 
-def _request_listing(wanted: _Wanted, *, with_sizes: bool) -> tuple[str, Listing]:
-    """Requests the commit and its files from the hub; stores the listing and README.md in the cache."""
-    from huggingface_hub import HfApi
+def _request(wanted: _Wanted) -> _Found:
+    """The part as the hub lists it now; stores the list and README.md in the cache."""
+    from huggingface_hub import HfApi, logging
 
-    described = HfApi().dataset_info(
-        wanted.repository, revision=wanted.revision, timeout=REPLY_TIMEOUT_S, files_metadata=with_sizes
-    )
-    siblings, commit = described.siblings or (), described.sha
-    assert commit is not None, "the hub returns a commit"
-    names = tuple(sibling.rfilename for sibling in siblings)
-    listing = Listing(names=names, sizes=tuple(sibling.size or 0 for sibling in siblings) if with_sizes else ())
-    _store_listing(wanted, commit, listing)
-    if README in names:
-        _fetch(wanted, commit, [README])
-    return commit, listing
+    with wanted.hub_errors_explained(), without_progress_bars():
+        HfApi().dataset_info(wanted.repository, revision=wanted.revision, timeout=REPLY_TIMEOUT_S)
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # it warns if there is no README.md
+        try:
+            _fetch(wanted, wanted.revision, [README])
+        finally:
+            logging.set_verbosity(verbosity)
+        found = _find(wanted)
+    if found is None:
+        raise EnvironmentFaultError(
+            f"{wanted.setting}: the list of files of {wanted.repository} is not in {wanted.cache} although the hub "
+            "responds; check that this folder can be written, then try again"
+        )
+    return found
 
 
-def _fetch(wanted: _Wanted, commit: str, names: Sequence[str]) -> None:
+def _fetch(wanted: _Wanted, revision: str | None, names: Sequence[str]) -> None:
     from glob import escape
 
     from huggingface_hub import snapshot_download
 
     patterns = [escape(name) for name in names]
     snapshot_download(
-        wanted.repository, repo_type="dataset", revision=commit, cache_dir=wanted.cache, allow_patterns=patterns
+        wanted.repository, repo_type="dataset", revision=revision, cache_dir=wanted.cache, allow_patterns=patterns
     )
 
 
@@ -272,28 +264,6 @@ def _has_all_shards(names: Sequence[str]) -> bool:
             key = (shard[1], shard[2], shard[3])
             counts[key] = counts.get(key, 0) + 1
     return all(count == int(total) for (_, total, _), count in counts.items())
-
-
-def _listing_path(wanted: _Wanted, commit: str) -> Path:
-    return wanted.folder / "listings" / f"{commit}.json"
-
-
-def _stored_listing(wanted: _Wanted, commit: str) -> Listing | None:
-    try:
-        return codec.read(_listing_path(wanted, commit), Listing)
-    except InputError:  # filled by another program, or never requested
-        return None
-
-
-def _store_listing(wanted: _Wanted, commit: str, listing: Listing) -> None:
-    """Stores the names, and the commit of the branch or tag where huggingface_hub would write it."""
-    path = _listing_path(wanted, commit)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    codec.write(path, listing)
-    reference = wanted.folder / "refs" / (wanted.revision or "main")
-    if reference.name != commit:
-        reference.parent.mkdir(parents=True, exist_ok=True)
-        codec.write_bytes(reference, commit.encode())
 
 
 def _nothing_to_read(repository: str, names: Sequence[str], *, setting: str) -> str:

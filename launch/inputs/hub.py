@@ -1,9 +1,10 @@
 """Models on the Hugging Face hub: files in the local cache, downloads, and the upload of an exported folder.
 
-The cache is read by its layout (`models--ORG--NAME/refs/REVISION` holds a commit, `snapshots/COMMIT/` its files), so
-that a model that is here needs neither the network nor a library. Transfers import huggingface_hub, which reads
-HF_TOKEN, the login stored by `hf auth login`, HF_ENDPOINT and HF_HUB_OFFLINE itself. Pickled weights are never
-downloaded. A new repository is private unless `--public` is given; an existing one of another visibility is refused.
+The cache is read and filled by huggingface_hub, which reads HF_TOKEN, the login stored by `hf auth login`, HF_ENDPOINT
+and HF_HUB_OFFLINE itself. Its import takes a third of a second, so only what needs it imports it: never a job without a
+name on the hub, nor one of which the cache has nothing. A model that is here needs no network. Pickled weights are
+never downloaded. A new repository is private unless `--public` is given; an existing one of another visibility is
+refused.
 """
 
 import os
@@ -61,20 +62,14 @@ def repository_folder(cache: Path, repository: str, *, kind: str = "models") -> 
     return cache / f"{kind}--{repository.replace('/', '--')}"
 
 
-def cached_commit(folder: Path, revision: str | None) -> str:
-    """The commit of a branch or a tag when it was last requested; a commit is itself."""
-    name = revision or "main"
-    try:
-        return (folder / "refs" / name).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return name
-
-
 def find_snapshot(repository: str, *, revision: str | None, cache: Path) -> Path | None:
     """The folder of a revision's files in the cache, None if there are none."""
-    folder = repository_folder(cache, repository)
-    snapshot = folder / "snapshots" / cached_commit(folder, revision)
-    return snapshot if (snapshot / "config.json").is_file() else None
+    if not repository_folder(cache, repository).is_dir():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(repository, "config.json", cache_dir=cache, revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def download_snapshot(
@@ -99,7 +94,7 @@ def download_snapshot(
     from huggingface_hub import HfApi, snapshot_download
 
     with (
-        nullcontext() if with_weights else _without_progress_bars(),
+        nullcontext() if with_weights else without_progress_bars(),
         hub_errors_explained(
             repository, revision=revision, cache=cache, setting=setting, what="a model", similar=similar
         ),
@@ -115,24 +110,21 @@ def download_snapshot(
     return Path(folder)
 
 
-class RepositoryFiles(Struct, frozen=True):
-    """Files of a revision on the hub."""
-
-    commit: str
-    sizes: dict[str, int]  # bytes, by path
-
-
-def list_snapshot(repository: str, *, revision: str | None, cache: Path, setting: str) -> RepositoryFiles:
-    """Files that `download_snapshot` with weights would put into the cache; raises the same errors."""
-    from huggingface_hub import HfApi
+def missing_files(repository: str, *, revision: str | None, cache: Path, setting: str) -> dict[str, int]:
+    """Bytes of each file that `download_snapshot` with weights would download, by name; raises the same errors."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.utils import filter_repo_objects
 
     with hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"):
         described = HfApi().model_info(repository, revision=revision, timeout=REPLY_TIMEOUT_S, files_metadata=True)
+    assert described.sha is not None, "the hub returns a commit"
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in described.siblings or ()}
     wanted = filter_repo_objects(sizes, allow_patterns=[*_SMALL_FILES, *_WEIGHT_FILES], ignore_patterns=list(_EXCLUDED))
-    assert described.sha is not None, "the hub returns a commit"
-    return RepositoryFiles(described.sha, {name: sizes[name] for name in wanted})
+    return {
+        name: sizes[name]
+        for name in wanted
+        if not isinstance(try_to_load_from_cache(repository, name, cache_dir=cache, revision=described.sha), str)
+    }
 
 
 def is_snapshot(folder: Path) -> bool:
@@ -148,14 +140,14 @@ def download_code(repository: str, *, commit: str, cache: Path, setting: str) ->
     from huggingface_hub import snapshot_download
 
     with (
-        _without_progress_bars(),
+        without_progress_bars(),
         hub_errors_explained(repository, revision=commit, cache=cache, setting=setting, what="a model"),
     ):
         snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=["*.py"])
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_on = not are_progress_bars_disabled()
@@ -188,6 +180,9 @@ def hub_errors_explained(
     transport_error = errors.HfHubHTTPError.__bases__[0]  # of whichever HTTP library this version uses
     try:
         yield
+    except errors.HFValidationError as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{setting}: {repository} is neither a folder here nor a name on the hub: {reason}") from None
     except errors.GatedRepoError:
         raise InputError(
             f"{setting}: {repository} is gated; ask for access at https://huggingface.co/{pages}{repository}, "

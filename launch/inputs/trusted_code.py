@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from shardwise.launch.inputs.hub import download_code, hub_cache, is_hub_id, is_offline, is_snapshot
+from shardwise.launch.inputs.hub import download_code, hub_cache, is_hub_id, is_offline, is_snapshot, repository_folder
 from shardwise.launch.inputs.model_files import ModelFiles
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from shardwise.trainer.spec.job.sections import Job
@@ -198,7 +198,7 @@ def has_kernel(kernel: str, environment: Mapping[str, str] = os.environ) -> bool
     named = environment.get("HF_KERNELS_CACHE") or environment.get("KERNELS_CACHE")
     cache = Path(named).expanduser() if named else hub_cache(None, environment)
     repository, _, commit = kernel.partition("@")
-    builds = cache / f"kernels--{repository.replace('/', '--')}" / "snapshots" / commit / "build"
+    builds = repository_folder(cache, repository, kind="kernels") / "snapshots" / commit / "build"
     return builds.is_dir() and any(builds.iterdir())
 
 

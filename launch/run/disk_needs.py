@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardwise.launch.engine.offload import check_nvme
 from shardwise.launch.inputs.data_files import is_of_hub
 from shardwise.launch.inputs.dataset_files import Part, list_dataset
-from shardwise.launch.inputs.hub import hub_cache, list_snapshot, repository_folder
+from shardwise.launch.inputs.hub import hub_cache, missing_files
 from shardwise.launch.inputs.model_files import ModelFiles
 from shardwise.launch.inputs.trusted_code import has_kernel
 from shardwise.launch.plan.gather import PlanInputs
@@ -62,10 +62,8 @@ def model_need(job: Job, model: ModelFiles, hub_home: Path | None) -> Need | Non
     if not model.needs_download:
         return Need(what, cache, 0, 0)
     revision = job.model.revision or model.revision
-    listed = list_snapshot(repository, revision=revision, cache=cache, setting="model.name")
-    snapshot = repository_folder(cache, repository) / "snapshots" / listed.commit
-    left = [size for name, size in listed.sizes.items() if not (snapshot / name).is_file()]
-    return Need(what, cache, sum(left), len(left))
+    left = missing_files(repository, revision=revision, cache=cache, setting="model.name")
+    return Need(what, cache, sum(left.values()), len(left))
 
 
 def data_sources(job: Job) -> Iterator[Source]:

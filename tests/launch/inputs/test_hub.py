@@ -149,7 +149,7 @@ def test_only_the_files_of_the_split_are_downloaded_and_their_commit_is_recorded
     expected = [0, [f"{COMMIT}/{name}" for name in SHARDS], contents, [f"org/rows@{COMMIT}"]]
     assert ask(tmp_path, rows("org/rows"), endpoint=hub.url) == [expected]
     assert downloaded(tmp_path) == {"README.md", *SHARDS}
-    (listing,) = tmp_path.rglob("listings/*.json")
+    (listing,) = tmp_path.rglob("trees/*.json")
     listing.unlink()  # as another program fills the cache
     assert ask(tmp_path, rows("org/rows")) == [expected]
     (lost,) = tmp_path.rglob("a-00001-of-00002.jsonl")
@@ -167,6 +167,11 @@ def test_what_was_downloaded_is_not_asked_for_again_and_a_revision_is_pinned(tmp
     assert again == [first, first, old]
     assert code == 4 and "hub" in error
     assert ask(tmp_path, held_out, endpoint=hub.url)[0][2] == ["text\nb\n"]
+    for listing in tmp_path.rglob("trees/*.json"):
+        listing.unlink()
+    (lost,) = tmp_path.rglob(f"{COMMIT}/train [[]x].csv")
+    lost.resolve().unlink()
+    assert ask(tmp_path, plain)[0][0] == 4, "a link to nothing is not the split"
 
 
 READER, READS_PARTS = "hf_readerreaderreader", "hf_partspartsparts"  # tokens that may not write
@@ -181,6 +186,7 @@ def fine_grained(kind: str, name: str, right: str) -> dict[str, Any]:
 REFUSED = [  # facts: the error begins with the first
     (model(name="org/gated"), 2, ("model.name: org/gated", "https://huggingface.co/org/gated", "hf auth login")),
     (model(name="org/gone"), 2, ("model.name: org/gone", "hf auth login")),
+    (model(name="org/a--b"), 2, ("model.name: org/a--b", "repo_id")),
     (model(name="org/model", revision="v9"), 2, ("model.name: org/model", "revision v9")),
     (model(config="org/gone", tokenizer="train"), 2, ("model.config: org/gone", "hf auth login")),
     (rows("org/gated"), 2, ("data.train: org/gated ", "huggingface.co/datasets/org/gated", "hf auth login")),
@@ -224,8 +230,8 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_reason(tmp_path, hub):
     (tmp_path / "hub").write_text("a file")
-    ((code, error),) = ask(tmp_path, rows("org/rows"), endpoint=hub.url)
-    assert code == 4 and str(tmp_path / "hub") in error and "reached" not in error
+    for code, error in ask(tmp_path, rows("org/rows"), rows("org/plain"), endpoint=hub.url):
+        assert code == 4 and str(tmp_path / "hub") in error and "reached" not in error
 
 
 def test_offline_is_respected_and_a_missing_path_is_not_looked_for_on_the_hub(tmp_path, hub):
