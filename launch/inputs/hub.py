@@ -1,7 +1,7 @@
 """Models on the Hugging Face hub: files in the local cache, downloads, and the upload of an exported folder.
 
 The cache is read and filled by huggingface_hub, which reads HF_TOKEN, the login stored by `hf auth login`, HF_ENDPOINT
-and HF_HUB_OFFLINE itself. Its import takes a third of a second, so only what needs it imports it: never a job without a
+and HF_HUB_OFFLINE itself. Its import takes 0.1 to 0.3 s, so only what needs it imports it: never a job without a
 name on the hub, nor one of which the cache has nothing. A model that is here needs no network. Pickled weights are
 never downloaded. A new repository is private unless `--public` is given; an existing one of another visibility is
 refused.
