@@ -156,6 +156,10 @@ def test_only_the_files_of_the_split_are_downloaded_and_their_commit_is_recorded
     lost.unlink()  # as a download that was broken off leaves it
     assert ask(tmp_path, rows("org/rows"))[0][0] == 4, "one of two shards is not the split"
     assert ask(tmp_path, rows("org/rows"), endpoint=hub.url) == [expected]
+    (readme,) = tmp_path.rglob("README.md")
+    readme.with_name("data").joinpath("b [1].jsonl").write_text("{}")
+    readme.unlink()
+    assert ask(tmp_path, rows("org/rows"))[0][0] == 4, "without README.md the files of the split are not known"
 
 
 def test_what_was_downloaded_is_not_asked_for_again_and_a_revision_is_pinned(tmp_path, hub):
