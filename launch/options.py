@@ -116,6 +116,10 @@ _Json = Annotated[bool, _switch("--json")]
 _JsonOnly = Annotated[bool, _switch("--json", "the figures on stdout, everything else on stderr")]
 _RunDir = Annotated[Path | None, _Argument("--run-dir", type=Path, help="default: runs/<name>-<UTC time>")]
 _Run = _Argument(metavar="RUN_DIR", type=Path)
+_NodeRank = Annotated[
+    int | None, _Argument("--node-rank", type=int, metavar="I", help="number of this machine, from 0")
+]
+_Head = Annotated[str | None, _text("--head", "HOST[:PORT]", "the machine of rank 0, as the others reach it")]
 _Take = Annotated[int, _number("--take", "put the N-th candidate first")]
 _TRIAL = _number("--trial", "run the N best for a few steps and choose the fastest")
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -133,6 +137,9 @@ class InitOptions(Struct, frozen=True):
 
 class ProbeOptions(Struct, frozen=True):
     measure: Annotated[bool, _switch("--measure", "time disks, memory and matrix products as well")] = False
+    nodes: Annotated[int | None, _number("--nodes", "with --measure on each of N machines: the network")] = None
+    node_rank: _NodeRank = None
+    head: _Head = None
     gpus: _Gpus = None
     as_json: _Json = False
     output: Annotated[Path | None, _Argument("-o", "--output", type=Path, help="save it for --hardware FILE")] = None
@@ -216,10 +223,8 @@ class TrainOptions(Struct, frozen=True):
     here: Annotated[bool, _switch("--here", "train on a Slurm login node nevertheless")] = False
     trial: Annotated[int | None, _TRIAL] = None
     nodes: Annotated[int | None, _number("--nodes", "number of machines, without Slurm")] = None
-    node_rank: Annotated[
-        int | None, _Argument("--node-rank", type=int, metavar="I", help="number of this machine, from 0")
-    ] = None
-    head: Annotated[str | None, _text("--head", "HOST[:PORT]", "the machine of rank 0, as the others reach it")] = None
+    node_rank: _NodeRank = None
+    head: _Head = None
     as_json: Annotated[bool, _switch("--json", "the report on stdout, everything else on stderr")] = False
 
 

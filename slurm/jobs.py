@@ -81,6 +81,16 @@ def srun_argv(allocation: Allocation, command: Sequence[str], *, labels: bool = 
     return [*argv, *command]
 
 
+def place_in_step(environment: Mapping[str, str]) -> tuple[int, int, str] | None:
+    """(nodes, number of this one, the first) of a step with one task on each of several nodes; None of any other."""
+    nodes, tasks = (parse_number(environment.get(f"SLURM_STEP_NUM_{name}")) for name in ("NODES", "TASKS"))
+    rank, names = parse_number(environment.get("SLURM_NODEID")), environment.get("SLURM_STEP_NODELIST")
+    if nodes is None or nodes < 2 or tasks != nodes or rank is None or not names:
+        return None
+    first, *_ = run_slurm(["scontrol", "show", "hostnames", names], environment=environment).split()
+    return nodes, rank, first
+
+
 def _least_cores(text: str) -> int | None:
     """64 for `96(x2),64`; None for other text."""
     counts = [int(found[1]) for found in re.finditer(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)]

@@ -1,13 +1,17 @@
 """`shardwise init`, `probe` and `schema`: a first job file, this machine, and the schema of the job file."""
 
+import os
 import re
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.launch.options import InitOptions, ProbeOptions, SchemaOptions
 from shardwise.launch.terminal import Console, folded, terminal_columns
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.job.sections import DataFormat, Job
+
+if TYPE_CHECKING:
+    from shardwise.launch.probe.measure import Meeting
 
 
 def run_init(options: InitOptions, console: Console) -> ExitCode:
@@ -58,7 +62,15 @@ def run_probe(options: ProbeOptions, console: Console) -> ExitCode:
     from shardwise.launch.probe.machine import describe_hardware, read_hardware
     from shardwise.trainer.spec import codec
 
+    meeting = _meeting(options)
     hardware = read_hardware(gpus=options.gpus, measure=options.measure)
+    if meeting is not None:
+        from shardwise.launch.probe.measure import with_network
+
+        hardware = with_network(hardware, meeting)
+        if meeting.node_rank > 0:
+            console.line(f"machine {meeting.node_rank} of {meeting.num_nodes}: measured; machine 0 shows the figures")
+            return ExitCode.DONE
     if options.output is not None:
         try:
             codec.write(options.output, hardware)
@@ -69,6 +81,21 @@ def run_probe(options: ProbeOptions, console: Console) -> ExitCode:
     else:
         console.line(folded(describe_hardware(hardware), terminal_columns(console)))
     return ExitCode.DONE
+
+
+def _meeting(options: ProbeOptions) -> "Meeting | None":
+    """Where the machines of a probe on several meet: by options, or in a step of Slurm with a task on each."""
+    from shardwise.launch.nodes.machines import DEFAULT_PORT, place_among
+    from shardwise.launch.probe.measure import Meeting
+    from shardwise.slurm.jobs import place_in_step
+
+    place = place_among(nodes=options.nodes, node_rank=options.node_rank, head=options.head)
+    if place is not None and not options.measure:
+        raise InputError("--nodes: a probe of several machines measures the network between them; add --measure")
+    if place is not None:
+        return Meeting(place.num_nodes, place.node_rank, place.head.host, place.head.port or DEFAULT_PORT)
+    step = place_in_step(os.environ) if options.measure else None
+    return None if step is None else Meeting(*step, DEFAULT_PORT)
 
 
 def run_schema(_options: SchemaOptions, console: Console) -> ExitCode:

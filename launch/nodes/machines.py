@@ -40,6 +40,31 @@ CONNECT_ALL_S = 3600.0  # for people to start the command on every machine
 DEFAULT_PORT = 29400  # next to torch's 29500
 
 
+class Place(NamedTuple):
+    """The place of a machine among several."""
+
+    num_nodes: int
+    node_rank: int
+    head: Head
+
+
+def place_among(*, nodes: int | None, node_rank: int | None, head: str | None) -> Place | None:
+    """The place of this machine among several, from the command line; None for one machine.
+
+    InputError for incomplete or impossible options.
+    """
+    if nodes is None and node_rank is None and head is None:
+        return None
+    if nodes is None or node_rank is None or head is None:
+        raise InputError("several machines need all of --nodes N, --node-rank I (0 to N-1) and --head HOST, on each")
+    if not 0 <= node_rank < nodes:
+        raise InputError(f"--node-rank {node_rank}: {nodes} nodes are numbered 0 to {nodes - 1}")
+    place = Place(nodes, node_rank, parse_head(head))
+    if nodes > 1 and _is_loopback(place.head.host):
+        raise InputError(f"--head {head}: every machine would connect to itself; name the machine of --node-rank 0")
+    return None if nodes == 1 else place
+
+
 class Membership(NamedTuple):
     """The place of this machine in a run on several, from the command line."""
 
@@ -56,22 +81,14 @@ def membership(
 
     InputError for incomplete or impossible options.
     """
-    if nodes is None and node_rank is None and head is None:
-        return None
-    if nodes is None or node_rank is None or head is None:
-        raise InputError("several machines need all of --nodes N, --node-rank I (0 to N-1) and --head HOST, on each")
-    if not 0 <= node_rank < nodes:
-        raise InputError(f"--node-rank {node_rank}: {nodes} nodes are numbered 0 to {nodes - 1}")
-    if nodes == 1:
+    place = place_among(nodes=nodes, node_rank=node_rank, head=head)
+    if place is None:
         return None
     if run_dir is None:
         raise InputError(
             "several machines share one run directory: name it on each with --run-dir, on a file system that all see"
         )
-    place = Membership(nodes, node_rank, parse_head(head), run_dir)
-    if _is_loopback(place.head.host):
-        raise InputError(f"--head {head}: every machine would connect to itself; name the machine of --node-rank 0")
-    return place
+    return Membership(*place, run_dir)
 
 
 class Machines:

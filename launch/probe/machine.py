@@ -278,6 +278,7 @@ def _rate_lines(hardware: Hardware) -> list[str]:
             _rate("all-gather", rates.all_gather_bytes_per_s, slowest_link),
             "only without peer access" if rates.gathers_only_without_peers else None,
         ),
+        _rate("between nodes", rates.between_nodes_bytes_per_s, hardware.network_bytes_per_s),
         *_peer_lines(rates.peer_copies),
     )
     return list(filter(None, lines))

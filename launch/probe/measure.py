@@ -5,6 +5,7 @@ Devices and links are measured by torch in processes of their own, which are kil
     device   one of the chosen GPUs, or the CPU: products, attention, copies, the host's AdamW
     peers    a copy from each GPU to each other one, and a check of what arrived           (two GPUs and more)
     gather   an all-gather over all devices, by nccl or gloo                               (two devices and more)
+    between  the same over all devices of several machines, on each of which a probe runs  (two machines and more)
 
 If one fails (no torch, no memory on the card) the plan uses the datasheet's figure and a note gives the reason. A link
 that hangs or delivers other values is a finding (`judged_links`).
@@ -39,6 +40,7 @@ TIMEOUT_S = 120.0  # mostly for the import of torch from a cold disk; the measur
 MODULE = "shardwise.trainer.runtime.tools.measure"
 PEERS_TIMEOUT_S = 90.0  # torch, a context on every card, and at most half a second for each pair
 GATHER_TIMEOUT_S = 90.0  # the same, and NCCL's own start
+BETWEEN_TIMEOUT_S = 300.0  # the same, and what one machine measures longer than another
 WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
 BLOCK_BYTES = 8 * MIB  # a multiple of every disk's sector, as O_DIRECT requires
 FILE_BYTES = GIB
@@ -51,6 +53,15 @@ class DiskSpeed(Value, frozen=True, kw_only=True):
 
     write_bytes_per_s: int
     read_bytes_per_s: int
+
+
+class Meeting(NamedTuple):
+    """The place of this machine among several, and where their ranks meet."""
+
+    num_nodes: int
+    node_rank: int
+    host: str
+    port: int
 
 
 class _Gathered(NamedTuple):
@@ -123,6 +134,27 @@ def measure_gather(hardware: Hardware, *, timeout_s: float = GATHER_TIMEOUT_S, m
     )
 
 
+def measure_between_nodes(
+    hardware: Hardware, meeting: Meeting, *, timeout_s: float = BETWEEN_TIMEOUT_S, module: str = MODULE
+) -> Measurement:
+    """An all-gather over all devices of several equal machines; every one of them calls it."""
+    found = _gathered(hardware, timeout_s, module, {}, meeting)
+    if found.bytes_per_s is not None:
+        return Measurement(rates=MeasuredRates(between_nodes_bytes_per_s=found.bytes_per_s))
+    note = (
+        f"the network was not measured: an all-gather over {meeting.num_nodes} machines {found.failure}; start this "
+        f"probe on each of them within {timeout_s:g} s, and let them reach {meeting.host}:{meeting.port}"
+    )
+    return Measurement(notes=(note,), is_unfinished=found.is_unfinished)
+
+
+def with_network(hardware: Hardware, meeting: Meeting) -> Hardware:
+    """Several machines like this one, with the rate of collectives between them, or a note why it is not known."""
+    found = measure_between_nodes(hardware, meeting)
+    rates = replace(hardware.rates, between_nodes_bytes_per_s=found.rates.between_nodes_bytes_per_s)
+    return replace(hardware, num_nodes=meeting.num_nodes, rates=rates, notes=(*hardware.notes, *found.notes))
+
+
 def _run_measurement(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
 ) -> tuple[Measurement | None, bool, str]:
@@ -162,13 +194,23 @@ def _peer_notes(copies: Sequence[PeerCopy], timeout_s: float, error: str) -> tup
     )
 
 
-def _gathered(hardware: Hardware, timeout_s: float, module: str, more: dict[str, str]) -> _Gathered:
-    num_ranks = hardware.num_devices_per_node
+def _gathered(
+    hardware: Hardware, timeout_s: float, module: str, more: dict[str, str], meeting: Meeting | None = None
+) -> _Gathered:
+    here = hardware.num_devices_per_node
+    num_ranks = here if meeting is None else here * meeting.num_nodes
+    first = 0 if meeting is None else here * meeting.node_rank
+    address = [] if meeting is None else [f"tcp://{meeting.host}:{meeting.port}"]
+    ranks = range(first, first + here)
     with tempfile.TemporaryDirectory(prefix="shardwise-gather-") as name:
         folder = Path(name)
         has_ended, error = run_together(
             module,
-            [[str(folder), "gather", str(rank), str(num_ranks), hardware.device_kind] for rank in range(num_ranks)],
+            [
+                [str(folder), "gather", str(rank), str(num_ranks), hardware.device_kind]
+                + [text for each in address for text in (str(rank - first), each)]
+                for rank in ranks
+            ],
             environment=measuring_environment(hardware.gpus, num_threads=1, **more),
             folder=folder,
             timeout_s=timeout_s,
@@ -176,7 +218,7 @@ def _gathered(hardware: Hardware, timeout_s: float, module: str, more: dict[str,
         if not has_ended:
             return _Gathered(failure=f"did not end within {timeout_s:g} s", is_unfinished=True)
         try:
-            results = [codec.read(folder / f"{rank}.json", GatherResult) for rank in range(num_ranks)]
+            results = [codec.read(folder / f"{rank}.json", GatherResult) for rank in ranks]
         except InputError:
             return _Gathered(failure=f"failed ({error or 'a rank wrote nothing'})")
     if not all(result.is_correct for result in results):

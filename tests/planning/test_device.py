@@ -82,6 +82,7 @@ MEASURED = [
     ("fp8_flops_per_s", "measured_fp8_flops_per_s"), ("attention_flops_per_s", "measured_attention_flops_per_s"),
     ("host_adam_bytes_per_s", "measured_host_adam_bytes_per_s"),
     ("all_gather_bytes_per_s", "measured_link_bytes_per_s"),
+    ("between_nodes_bytes_per_s", "measured_network_bytes_per_s"),
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Jobs of Slurm: that of this process, and others, parsed from the output of real clusters and described."""
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 from slurm_cluster import SlurmCluster
 
 from shardwise.slurm import jobs as slurm_jobs
+from shardwise.trainer import FOLDER
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, SlurmEnvironment
 
@@ -144,3 +146,35 @@ def test_a_step_of_every_node_has_all_that_the_job_has():
     assert "--overlap" in slurm_jobs.srun_argv(inside, ["prog"]) and "--label" in slurm_jobs.srun_argv(
         inside, ["prog"], labels=True
     )
+
+
+_PROBE = """
+import os
+from shardwise.launch.probe.measure import Meeting, with_network
+from shardwise.slurm.jobs import place_in_step
+from shardwise.trainer.spec.hardware import Hardware, Host
+place = place_in_step(os.environ)
+found = with_network(
+    Hardware(gpus=(), host=Host(cpu_name=None, num_cores=1, ram_bytes=None, ram_available_bytes=None)),
+    Meeting(*place, 29400),
+)
+print(*place, found.rates.between_nodes_bytes_per_s is not None, *found.notes)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_a_step_with_a_task_on_each_node_measures_the_network(slurm: SlurmCluster, tmp_path: Path):
+    (tmp_path / "probe.py").write_text(_PROBE)
+    step = shlex.join(["srun", "--ntasks-per-node=1", sys.executable, str(tmp_path / "probe.py")])
+    job = slurm.submit("--nodes=2", f"--output={tmp_path}/out", f"--wrap={step}", PYTHONPATH=str(FOLDER.parent))
+    slurm.wait_for(job, "COMPLETED")
+    first, second = (line.split() for line in sorted((tmp_path / "out").read_text().splitlines()))
+    assert (first[:2], second[:2]) == (["2", "0"], ["2", "1"]) and first[2] == second[2]
+    assert first[3:] == second[3:] == ["True"]
+
+
+def test_other_steps_have_no_place_among_machines():
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n"}
+    assert slurm_jobs.place_in_step(step) is slurm_jobs.place_in_step(JOB) is None
+    assert slurm_jobs.place_in_step(step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None

@@ -69,6 +69,7 @@ class Device(Value, frozen=True, kw_only=True, cache_hash=True):
     link_kind: LinkKind | None = None
     has_peer_access: bool | None = None
     network_bytes_per_s: int | None = None  # of a node, all adapters together
+    measured_network_bytes_per_s: int | None = None  # an all-gather over all devices of several nodes, into one of them
     pcie_bytes_per_s: int | None = None
     measured_pcie_bytes_per_s: int | None = None
     measured_host_adam_bytes_per_s: int | None = None
@@ -154,6 +155,7 @@ def _gpu_device(hardware: Hardware) -> Device:
         or (min(spec.network_bytes_per_s for spec in known) if slowest else None),
         link_bytes_per_s=fabric.bytes_per_s,
         measured_link_bytes_per_s=rates.all_gather_bytes_per_s,
+        measured_network_bytes_per_s=rates.between_nodes_bytes_per_s,
         link_kind=fabric.kind,
         has_peer_access=fabric.has_peer_access,
     )
@@ -238,6 +240,7 @@ def _cpu_device(hardware: Hardware) -> Device:
         memory_bytes_per_s=ASSUMED_CPU_MEMORY_BYTES_PER_S // num_ranks,
         link_bytes_per_s=ASSUMED_CPU_LINK_BYTES_PER_S if num_ranks > 1 else None,
         measured_link_bytes_per_s=hardware.rates.all_gather_bytes_per_s if num_ranks > 1 else None,
+        measured_network_bytes_per_s=hardware.rates.between_nodes_bytes_per_s,
         measured_host_adam_bytes_per_s=hardware.rates.host_adam_bytes_per_s,
         nvme_bytes_per_s=_fastest_disk(host.disks),
     )

@@ -144,6 +144,7 @@ class MeasuredRates(Value, frozen=True, kw_only=True):
     device_to_host_bytes_per_s: int | None = None
     host_adam_bytes_per_s: int | None = None  # of state, weight and gradient, by all cores
     all_gather_bytes_per_s: int | None = None  # each way through one device of a ring over all of them
+    between_nodes_bytes_per_s: int | None = None  # the same over all devices of several nodes, into one of them
     gathers_only_without_peers: bool = False  # with peer access the all-gather hung, failed or delivered other values
     peer_copies: tuple[PeerCopy, ...] = ()
 

@@ -1,5 +1,8 @@
 """Measuring disks and devices: real files, a real subprocess, and nothing left behind."""
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,6 +144,22 @@ def test_gpus_that_gather_only_without_peer_access_are_a_note(stand_in: Path) ->
 def test_one_device_and_slices_of_one_have_no_links(hardware: Hardware) -> None:
     assert measure.measure_gather(hardware, module="no_such_module").notes == ()
     assert measure.measure_peers(hardware, module="no_such_module").notes == ()
+
+
+@pytest.mark.cold
+def test_several_machines_gather_from_each_other() -> None:
+    """Two machines, and one whose others do not come."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meetings = [measure.Meeting(2, rank, "127.0.0.1", port) for rank in (0, 1)]
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(partial(measure.with_network, ONE_CPU), meetings))
+    for hardware in found:
+        assert hardware.num_nodes == 2 and hardware.notes == ()
+        assert hardware.rates.between_nodes_bytes_per_s
+    (note,) = measure.measure_between_nodes(ONE_CPU, meetings[0], timeout_s=0.2).notes
+    assert "within 0.2 s" in note and f"127.0.0.1:{port}" in note
 
 
 PEERS = HEAD + 'result.write_text(\'{"rates": {"peer_copies": [%s]}}\')\n'

@@ -23,6 +23,7 @@ from shardwise.trainer.planning.explain.first_screen import (
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.schedule import FEW_STEPS
 from shardwise.trainer.planning.search.certainty import time_error
+from shardwise.trainer.spec.hardware import MeasuredRates
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
@@ -169,8 +170,9 @@ def test_a_network_that_is_assumed_is_named_with_the_time_over_a_slower_one() ->
     lines = screen(plan_of("8b", "4x8xH100-SXM5-80GB"))
     (line,) = [line for line in lines.splitlines() if line.startswith("  network")]
     assert "3,200 Gbit/s a node (assumed)" in line and re.search(r"over 100 Gbit/s about \d", line)
-    for spec in ("4x8xH100-SXM5-80GB,network=3.2Tb", "8xH100-SXM5-80GB"):
-        assert "network" not in screen(plan_of("8b", spec))
+    measured = replace(machine("4x8xH100-SXM5-80GB"), rates=MeasuredRates(between_nodes_bytes_per_s=40 * 10**9))
+    for hardware in (machine("4x8xH100-SXM5-80GB,network=3.2Tb"), machine("8xH100-SXM5-80GB"), measured):
+        assert "network" not in screen(plan_of("8b", hardware))
 
 
 def test_what_full_training_lacks_is_not_cut() -> None:

@@ -127,6 +127,16 @@ def test_a_slow_link_is_paid_for_every_byte_that_a_sharding_moves(sharding, num_
     assert found == pytest.approx(per_parameter * P / (constants.LINK_SHARE * 10**7), rel=0.01)
 
 
+def test_a_measured_network_replaces_the_one_of_the_datasheet() -> None:
+    nodes = gpu("2x8xH100-SXM5-80GB")
+    half = replace(nodes, measured_network_bytes_per_s=(nodes.network_bytes_per_s or 0) // 20)
+    settings = {"sharding": Sharding.FSDP, "num_ranks": 16}
+    assert (
+        seconds(LLAMA_8B, half, **settings)["communication_s"]
+        > 5 * seconds(LLAMA_8B, nodes, **settings)["communication_s"]
+    )
+
+
 def test_an_unknown_card_ranks_but_promises_nothing_and_no_more_does_a_cpu() -> None:
     device, chosen = stranger(), configuration(precision=Precision.FP16_MIXED)
     found = estimate_speed(LLAMA_8B, chosen, device)

@@ -173,7 +173,8 @@ def _choice(plan: Plan, context: PlanningContext, width: int) -> Iterator[Line]:
     time = [*_certain_range(context, chosen), f"{steps} of {format_seconds(chosen.speed.step_s)}"]
     time += [text] if (text := without_text(context, chosen)) else []
     yield from _figures("time", time, width)
-    if plan.hardware.num_nodes > 1 and plan.hardware.network_bytes_per_s is None and context.device.network_bytes_per_s:
+    stated = plan.hardware.network_bytes_per_s or plan.hardware.rates.between_nodes_bytes_per_s
+    if plan.hardware.num_nodes > 1 and stated is None and context.device.network_bytes_per_s:
         yield from _figures("network", _network(context, chosen), width)
     sizes = [
         f"{place} {memory_text(memory)}",

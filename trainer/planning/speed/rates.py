@@ -291,6 +291,8 @@ def _inner_link(device: Device) -> float:
 
 
 def _network_rate(device: Device) -> float:
+    if device.measured_network_bytes_per_s is not None:
+        return LINK_DURING_PRODUCTS * device.measured_network_bytes_per_s
     return constants.LINK_SHARE * (device.network_bytes_per_s or UNKNOWN_NETWORK_BYTES_PER_S)
 
 

@@ -2,7 +2,7 @@
 
     python -m shardwise.trainer.runtime.tools.measure OUT.json cuda|cpu [SECONDS]
     python -m shardwise.trainer.runtime.tools.measure OUT.json peers [SECONDS]
-    python -m shardwise.trainer.runtime.tools.measure FOLDER gather RANK WORLD cuda|cpu
+    python -m shardwise.trainer.runtime.tools.measure FOLDER gather RANK WORLD cuda|cpu [LOCAL_RANK tcp://HOST:PORT]
 
 Each figure of a device is the best of several repetitions: square matrix products in the precisions the device has, a
 causal attention forward by the kernel that ranks run (`trainer.spec.strategy`), a copy within the
@@ -18,9 +18,10 @@ stopped.
 other bytes (an IOMMU or ACS settings between the cards); a training run on them stops, or learns nothing. Every ordered
 pair is tried. The result is written before and after each, so that a process that hangs has named the pair at work.
 
-`gather` is one rank of an all-gather. The ranks meet through a file in FOLDER, gather a block of each other several
-times, check every value, and each writes `RANK.json`. Rates are those of one device in a ring: each rank receives the
-blocks of all others. If a rank is missing, the others wait until the caller ends them.
+`gather` is one rank of an all-gather. The ranks meet through a file in FOLDER, those of several machines at an address;
+they gather a block of each other several times, check every value, and each writes `RANK.json`. Rates are those of one
+device in a ring: each rank receives the blocks of all others, and so does the link into a machine. If a rank is
+missing, the others wait until the caller ends them.
 """
 
 import sys
@@ -47,6 +48,7 @@ NUM_BYTES = 128 * MIB  # copied between two GPUs
 PEERS_BUDGET_S = 0.2  # for each pair
 REPETITIONS = 5  # the same on every rank
 BLOCK_BYTES = {DeviceKind.CUDA: 64 * MIB, DeviceKind.CPU: 8 * MIB}  # of each rank
+MOST_GATHERED_BYTES = 512 * MIB  # by each rank, which holds them twice
 BACKENDS = {DeviceKind.CUDA: "nccl", DeviceKind.CPU: "gloo"}
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _ADAM_BYTES = 28  # a parameter: fp32 weight and two moments read and written, gradient read
@@ -64,7 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     """Measures the subject named in `arguments` and writes the result to the file or folder named first."""
     out, subject, *rest = arguments
     if subject == "gather":
-        _gather_as_rank(Path(out), int(rest[0]), int(rest[1]), DeviceKind(rest[2]))
+        local_rank, meeting = rest[3:] or (rest[0], f"file://{Path(out, 'meeting').absolute()}")
+        _gather_as_rank(Path(out), int(rest[0]), int(rest[1]), DeviceKind(rest[2]), int(local_rank), meeting)
         return 0
     results: Iterator[Measurement]
     if subject == "peers":
@@ -244,14 +247,13 @@ def _copied(pair: PeerCopy, there: torch.Tensor, here: torch.Tensor, budget_s: f
     return replace(pair, bytes_per_s=round(there.nbytes / seconds), is_correct=is_correct)
 
 
-def _gather_as_rank(folder: Path, rank: int, world: int, kind: DeviceKind) -> None:
-    device = torch.device("cuda", rank) if kind is DeviceKind.CUDA else torch.device("cpu")
+def _gather_as_rank(folder: Path, rank: int, world: int, kind: DeviceKind, local_rank: int, meeting: str) -> None:
+    device = torch.device("cuda", local_rank) if kind is DeviceKind.CUDA else torch.device("cpu")
     if kind is DeviceKind.CUDA:
         torch.cuda.set_device(device)
-    distributed.init_process_group(
-        BACKENDS[kind], init_method=f"file://{(folder / 'meeting').absolute()}", rank=rank, world_size=world
-    )
-    codec.write(folder / f"{rank}.json", gather(device, rank, world, num_bytes=BLOCK_BYTES[kind]))
+    distributed.init_process_group(BACKENDS[kind], init_method=meeting, rank=rank, world_size=world)
+    num_bytes = min(BLOCK_BYTES[kind], MOST_GATHERED_BYTES // world)
+    codec.write(folder / f"{rank}.json", gather(device, rank, world, num_bytes=num_bytes))
     distributed.destroy_process_group()
 
 
