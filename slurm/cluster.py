@@ -139,41 +139,12 @@ class Partition(Value, frozen=True, kw_only=True):
     max_ram_per_node_bytes: int | None = None
     max_ram_per_cpu_bytes: int | None = None
     is_oversubscribed: bool = False  # nodes are shared even with a job that requests whole ones
-    allowed_accounts: tuple[str, ...] | None = None  # None: all
-    denied_accounts: tuple[str, ...] = ()
-    allowed_qos: tuple[str, ...] | None = None
-    denied_qos: tuple[str, ...] = ()
-    qos: str | None = None  # its limits hold for every job here
     preemption: Preemption = Preemption.OFF
     grace_time_s: int = 0
     tres: dict[str, int] = {}  # of all nodes together
 
 
-class JobLimits(Value, frozen=True, kw_only=True):
-    """Limits of a quality of service or an association: amounts by TRES, memory in bytes."""
-
-    source: str  # `QOS long`, `account vision`
-    max_time_s: int | None = None
-    per_job: dict[str, int] = {}
-    per_user: dict[str, int] = {}
-    per_account: dict[str, int] = {}
-    together: dict[str, int] = {}  # of all jobs
-    is_over_partition: bool = False  # precedes the partition's own QOS
-
-
-class Association(Value, frozen=True, kw_only=True):
-    """An account that a user may charge, and with which qualities of service."""
-
-    account: str
-    is_default: bool = False  # charged for a job that names no account
-    partition: str | None = None  # None: any
-    qos: tuple[str, ...] = ()
-    default_qos: str | None = None
-    limits: JobLimits
-
-
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_]*)=")
-_NO_LIMIT = ("UNLIMITED", "INFINITE", "ALL")
 # A node in one of these states accepts no new job; one that is powered down or booting does.
 _OUT_OF_SERVICE = frozenset(
     ("DOWN", "DRAIN", "DRAINED", "DRAINING", "ERROR", "FAIL", "FAILING", "FUTURE", "INVAL", "INVALID", "UNKNOWN")
@@ -231,12 +202,6 @@ def parse_records(text: str, first_key: str) -> Iterator[dict[str, str | None]]:
         yield fields
 
 
-def parse_config(text: str) -> dict[str, str]:
-    """`scontrol show config` by name."""
-    pairs = (line.partition("=") for line in text.splitlines())
-    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
-
-
 def _partition(fields: Mapping[str, str | None]) -> Partition:
     mode, _, times = (fields.get("OverSubscribe") or fields.get("Shared") or "NO").partition(":")
     preempt_mode = (fields.get("PreemptMode") or "OFF").split(",")[0]
@@ -253,11 +218,6 @@ def _partition(fields: Mapping[str, str | None]) -> Partition:
         max_ram_per_node_bytes=_mebibytes(fields.get("MaxMemPerNode")),
         max_ram_per_cpu_bytes=_mebibytes(fields.get("MaxMemPerCPU")),
         is_oversubscribed=mode == "FORCE" and times != "1",
-        allowed_accounts=_names(fields.get("AllowAccounts")),
-        denied_accounts=_names(fields.get("DenyAccounts")) or (),
-        allowed_qos=_names(fields.get("AllowQos")),
-        denied_qos=_names(fields.get("DenyQos")) or (),
-        qos=fields.get("QoS"),
         preemption=_PREEMPTIONS.get(preempt_mode, Preemption.CANCEL),
         grace_time_s=parse_number(fields.get("GraceTime")) or 0,
         tres=parse_tres(fields.get("TRES")),
@@ -302,7 +262,3 @@ def _mebibytes(text: str | None) -> int | None:
     """Memory is configured in MiB; 0 and UNLIMITED set no limit."""
     count = parse_number(text)
     return count * MIB if count else None
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None or text in _NO_LIMIT else tuple(name for name in text.split(",") if name)

@@ -204,6 +204,7 @@ _REASONS = {
     "PartitionDown": "the partition starts no jobs",
     "PartitionInactive": "the partition accepts no jobs",
     "PartitionNodeLimit": "requests more nodes than the partition allows",
+    "PartitionConfig": "requests more than the partition allows",
     "PartitionTimeLimit": "requests more time than the partition allows",
     "BadConstraints": "no node satisfies its request: cancel it and change slurm.constraint or slurm.gpus",
     "InvalidAccount": "its account is not valid",
@@ -213,8 +214,8 @@ _REASONS = {
     "launch failed requeued held": "a node could not start it, and it is held: scontrol release JOBID releases it",
 }
 _FAMILIES = (
-    (r"Job's.account.not.permitted.*", "its account is not for this partition, so it never starts: cancel it"),
-    (r"Job's.QOS.not.permitted.*", "its QOS is not for this partition, so it never starts: cancel it"),
+    (r"Job's.account.not.(permitted|known).*", "its account is not for this partition, so it never starts: cancel it"),
+    (r"Job's.QOS.not.(permitted|known).*", "its QOS is not for this partition, so it never starts: cancel it"),
     (
         r"QOSMaxJobsPerUser.*|AssocMaxJobs.*|MaxJobsPerAccount",
         "the number of your jobs that may run at once is reached",
@@ -244,6 +245,17 @@ _CODES = {
     ExitCode.REQUEUE: "stopped to be requeued",
     ExitCode.INTERRUPTED: "stopped by request",
 }
+
+
+_NEVER = re.compile(
+    r"Partition(Config|TimeLimit)|(Account|QOS)NotAllowed|Invalid(Account|QOS)|Job's.(account|QOS).not.(permitted|known).*"
+    r"|(QOS|Assoc)MaxWall.*|(QOS|Assoc)Max.*PerJob.*"
+)
+
+
+def never_starts(reason: str) -> bool:
+    """True if a job that waits for this reason starts only after an administrator changes a limit."""
+    return _NEVER.match(reason.strip("() ")) is not None
 
 
 def describe_reason(reason: str | None) -> str | None:
@@ -353,6 +365,16 @@ def _read_accounting(job_id: str, settings: Mapping[str, str]) -> tuple[EndedJob
 
 def _neutral(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_OWN_SETTINGS)}
+
+
+def read_reason(job_id: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why a job waits; None if it does not wait, and if the controller does not respond."""
+    argv = ("squeue", "--noheader", f"--jobs={job_id}", "--states=PENDING", "--format=%r")
+    try:
+        lines = run_slurm(argv, environment=_neutral(environment)).splitlines()
+    except EnvironmentFaultError:
+        return None  # `shardwise status` shows it
+    return known(lines[0]) if lines else None
 
 
 def read_seconds_left(job_id: str, environment: Mapping[str, str] = os.environ) -> int | None:

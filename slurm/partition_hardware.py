@@ -10,23 +10,50 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from shardwise.slurm.access import (
-    Access,
-    NodeShare,
-    allowed_nodes,
-    bounds_of,
-    share_of_node,
-    share_within,
-    time_limit_of,
-)
-from shardwise.slurm.cluster import JobLimits, Partition, PartitionState, Preemption, format_duration
+from shardwise.slurm.cluster import Partition, PartitionState, Preemption, format_duration
 from shardwise.slurm.node_groups import Choice, NodeGroup, gpus_of_row
 from shardwise.trainer.planning.tables.gpu_names import card_name
 from shardwise.trainer.planning.tables.gpu_specs import gpu_spec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, Link, MeasuredRates
+from shardwise.trainer.spec.job.sections import SlurmJob
 from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
+
+
+class NodeShare(Value, frozen=True, kw_only=True):
+    """The resources requested of each node; None: all of them, or in proportion to the GPUs."""
+
+    gpus: int | None = None
+    cores: int | None = None
+    ram_bytes: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.gpus is None and self.cores is None and self.ram_bytes is None
+
+
+def share_of_job(slurm: SlurmJob) -> NodeShare:
+    """The share that a job file requests: slurm.gpus, slurm.cores, slurm.memory."""
+    return NodeShare(gpus=slurm.gpus, cores=slurm.cores, ram_bytes=slurm.memory)
+
+
+def share_of_node(
+    share: NodeShare, *, num_gpus: int, num_cores: int, ram_bytes: int | None
+) -> tuple[int, int, int | None]:
+    """GPUs, cores and RAM of a job on a node; InputError for more than the node has."""
+    gpus = num_gpus if share.gpus is None else share.gpus
+    part = gpus / num_gpus if num_gpus else 1.0
+    cores = share.cores or max(1, int(num_cores * part))
+    ram = share.ram_bytes or (None if ram_bytes is None else int(ram_bytes * part))
+    if gpus > num_gpus:
+        raise InputError(f"slurm.gpus is {gpus}; the nodes have {num_gpus}")
+    if cores > num_cores:
+        raise InputError(f"slurm.cores is {cores}; jobs get at most {num_cores} of a node")
+    if ram is not None and ram_bytes is not None and ram > ram_bytes:
+        raise InputError(f"slurm.memory is {format_bytes(ram)}; jobs get at most {format_bytes(ram_bytes)} of a node")
+    return gpus, cores, ram
+
 
 WHOLE_NODES = NodeShare()
 
@@ -39,9 +66,6 @@ class PartitionHardware(Value, frozen=True, kw_only=True):
     group: NodeGroup
     constraint: str | None = None  # a feature to request, so that no nodes of another kind are allocated
     num_allowed_nodes: int  # for one job
-    share: NodeShare = WHOLE_NODES  # of each node: as requested, or the most that the limits allow
-    time_limit_s: int | None = None
-    access: Access | None = None  # None: unknown
 
 
 def hardware_of(
@@ -50,23 +74,19 @@ def hardware_of(
     *,
     num_nodes: int,
     stated: Hardware | None = None,
-    access: Access | None = None,
-    limits: tuple[JobLimits, ...] = (),
     share: NodeShare = WHOLE_NODES,
 ) -> PartitionHardware:
     """The hardware of `num_nodes` nodes of the chosen group, or of a share of each.
 
-    `stated` is the value of `--hardware`, a probed node or a SPEC; `limits` are those on the job, in the order in which
-    Slurm applies them. If they do not allow a whole node, the job gets a share of one. InputError if `stated` disagrees
-    with Slurm, if the card is unknown, and for more nodes than there are or than one job may have;
-    EnvironmentFaultError if the partition starts no jobs.
+    `stated` is the value of `--hardware`, a probed node or a SPEC. InputError if `stated` disagrees with Slurm, if the
+    card is unknown, and for more nodes than there are or than the partition gives a job; EnvironmentFaultError if the
+    partition starts no jobs.
     """
     _check_state(partition, choice)
     if stated is not None and not choice.group.names and not choice.group.num_gpus:
         # Powered down and without accounting: the job requests the stated GPUs.
         choice = replace(choice, group=replace(choice.group, num_gpus=len(stated.gpus)))
-    share, reduced_by, allowed, why = _within_limits(partition, choice, limits, share)
-    _check_count(partition, choice, num_nodes, allowed, why)
+    _check_count(partition, choice, num_nodes)
     gpus = _gpus(partition, choice.group, stated)
     if stated is not None:
         _check_stated(partition, choice.group, stated, num_nodes)
@@ -87,7 +107,6 @@ def hardware_of(
             choice,
             gpus,
             share=None if share.is_whole else (cores, ram),
-            limited_by=reduced_by,
             stated=stated,
             probed=probed,
         ),
@@ -99,35 +118,8 @@ def hardware_of(
         partition=partition,
         group=choice.group,
         constraint=choice.constraint,
-        num_allowed_nodes=allowed,
-        share=share,
-        time_limit_s=_least(partition.max_time_s, time_limit_of(limits)),
-        access=access,
+        num_allowed_nodes=_allowed_nodes(partition, choice)[0],
     )
-
-
-def _within_limits(
-    partition: Partition, choice: Choice, limits: tuple[JobLimits, ...], share: NodeShare
-) -> tuple[NodeShare, str | None, int, str]:
-    """The share of each node, the limits that reduce it, the largest number of nodes, and the limit of that."""
-    bounds, gpus = bounds_of(limits), choice.group.gpus_used
-    cores, ram = _granted(partition, choice.group)
-
-    def allowed(share: NodeShare) -> tuple[int, str]:
-        used, own_cores, own_ram = share_of_node(share, num_gpus=gpus, num_cores=cores, ram_bytes=ram)
-        most = [(choice.num_nodes, f"it has {choice.group.summary}")]
-        if partition.max_nodes is not None:
-            most.append((partition.max_nodes, "its MaxNodes"))
-        bounded = allowed_nodes(bounds, gpus=used, gpu_type=choice.group.gpu_type, cores=own_cores, ram_bytes=own_ram)
-        return min([*most, *([bounded] if bounded is not None else [])], key=lambda pair: pair[0])
-
-    count, why = allowed(share)
-    if count > 0:
-        return share, None, count, why
-    less = share_within(bounds, share, gpus=gpus, gpu_type=choice.group.gpu_type, cores=cores, ram_bytes=ram)
-    if less is None:
-        return share, None, count, why
-    return *less, *allowed(less[0])
 
 
 def _check_state(partition: Partition, choice: Choice) -> None:
@@ -145,7 +137,16 @@ def _check_state(partition: Partition, choice: Choice) -> None:
         )
 
 
-def _check_count(partition: Partition, choice: Choice, num_nodes: int, allowed: int, why: str) -> None:
+def _allowed_nodes(partition: Partition, choice: Choice) -> tuple[int, str]:
+    """The largest number of nodes for a job, and what sets it."""
+    most = [(choice.num_nodes, f"it has {choice.group.summary}")]
+    if partition.max_nodes is not None:
+        most.append((partition.max_nodes, "its MaxNodes"))
+    return min(most, key=lambda pair: pair[0])
+
+
+def _check_count(partition: Partition, choice: Choice, num_nodes: int) -> None:
+    allowed, why = _allowed_nodes(partition, choice)
     if num_nodes > allowed:
         others = "; ".join(other.summary for other in choice.others)
         more = f"\nit also has {others}, which --constraint selects" if others else ""
@@ -271,18 +272,15 @@ def partition_notes(
     gpus: tuple[Gpu, ...],
     *,
     share: tuple[int, int | None] | None,
-    limited_by: str | None = None,
     stated: Hardware | None,
     probed: Hardware | None,
 ) -> tuple[str, ...]:
     """Notes on the nodes, the assumptions about them and the other nodes of the partition.
 
-    `share` are the cores and the RAM of a job that does not use whole nodes, `limited_by` the limits that force that;
-    `stated` is the value of --hardware, and `probed` the same if it is a file.
+    `share` are the cores and the RAM of a job that does not use whole nodes; `stated` is the value of --hardware, and
+    `probed` the same if it is a file.
     """
     part = None if share is None else _describe_share(len(gpus), *share)
-    if limited_by is not None:
-        part = f"{part}, the most that it may have ({limited_by}),"
     return (
         *_node_notes(partition, choice, part),
         *_card_notes(choice.group, gpus, stated=stated),

@@ -8,12 +8,10 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from shardwise.slurm.access import ASSOCIATION_FIELDS, QOS_FIELDS, parse_associations, parse_qos_limits
-from shardwise.slurm.cluster import Association, JobLimits, Node, Partition, parse_config, parse_nodes, parse_partitions
+from shardwise.slurm.cluster import Node, Partition, parse_nodes, parse_partitions
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 TIMEOUT_S = 20.0
-ACCOUNTING_TIMEOUT_S = 5.0  # for facts that a plan does not need
 _NO_CONTROLLER = ("Unable to contact slurm controller", "Zero Bytes were transmitted", "Socket timed out")
 
 
@@ -25,30 +23,6 @@ def read_partitions(environment: Mapping[str, str] = os.environ) -> tuple[Partit
 def read_nodes(environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
     """Every node that Slurm shows; a cloud's that are powered down may be missing."""
     return parse_nodes(run_slurm(("scontrol", "-o", "show", "node"), environment=environment))
-
-
-def read_config(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The controller's configuration by name."""
-    return parse_config(run_slurm(("scontrol", "show", "config"), environment=environment))
-
-
-def read_associations(
-    user: str, cluster: str | None, environment: Mapping[str, str] = os.environ
-) -> tuple[Association, ...]:
-    """The accounts of a user on this cluster; EnvironmentFaultError on a cluster without accounting."""
-    where = [f"name={user}"] + ([f"cluster={cluster}"] if cluster else [])
-    columns = f"format={','.join(ASSOCIATION_FIELDS)}"
-    argv = ("sacctmgr", "-nP", "show", "user", *where, "withassoc", columns)
-    return parse_associations(run_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))
-
-
-def read_qos_limits(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, JobLimits]:
-    """The limits of qualities of service by name; EnvironmentFaultError on a cluster without accounting."""
-    if not names:
-        return {}
-    columns = f"format={','.join(QOS_FIELDS)}"
-    argv = ("sacctmgr", "-nP", "show", "qos", f"name={','.join(names)}", columns)
-    return parse_qos_limits(run_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))
 
 
 def run_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.environ, timeout_s: float = TIMEOUT_S) -> str:

@@ -1,12 +1,19 @@
-"""Submission of a script with sbatch: first as a test, then for real. Refusals of Slurm come with a remedy."""
+"""Submission of a script with sbatch: first as a test, then for real. Refusals of Slurm come with a remedy.
+
+Slurm applies the limits of accounts and qualities of service; they are not read here. A controller that does not deny
+what exceeds them (EnforcePartLimits=NO, the default, or a QOS without DenyOnLimit) accepts a job that never starts, in
+`sbatch --test-only` too, and states the reason with the waiting job: such a job is cancelled and counts as refused.
+"""
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.slurm.cluster import format_duration
+from shardwise.slurm.jobs import cancel, never_starts, read_reason
 from shardwise.slurm.partition_hardware import PartitionHardware
 from shardwise.slurm.sbatch import BatchJob, sbatch_options
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -35,12 +42,19 @@ def submit_script(
     after: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """The id of the job; `after` is the id of a job that it waits for. InputError if Slurm refuses it."""
+    """The id of the job; `after` is the id of a job that it waits for.
+
+    InputError if Slurm refuses it, or accepts it and would never start it.
+    """
     arguments = ["--parsable", *([f"--dependency=afterany:{after}"] if after is not None else []), str(script)]
     done = _run_sbatch(arguments, job, environment)
     job_id = done.stdout.strip().splitlines()[-1].partition(";")[0] if done.stdout.strip() else ""
     if done.returncode != 0 or not job_id.isdigit():
         raise InputError(explain_refusal(done.stderr or done.stdout, job, found))
+    reason = read_reason(job_id, environment)
+    if reason is not None and never_starts(reason):
+        cancel([job_id], environment)
+        raise InputError(explain_refusal(f"it would never start ({reason})", job, found))
     return job_id
 
 
@@ -88,16 +102,21 @@ def _partition(job: BatchJob, _found: PartitionHardware | None) -> str:
     return f"--partition {job.partition or 'NAME'}: `sinfo --summarize` lists the partitions that you may use"
 
 
-def _account(job: BatchJob, found: PartitionHardware | None) -> str:
-    accounts = found.access.accounts if found is not None and found.access is not None else ()
-    yours = f"you may charge {', '.join(accounts)}" if accounts else "`sacctmgr show assoc user=$USER` lists yours"
-    return f"{_stated('account', job.account)}; {yours}: --account NAME"
+def _account(job: BatchJob, _found: PartitionHardware | None) -> str:
+    yours = "`sacctmgr show assoc user=$USER` lists yours"
+    return f"{_stated('account', job.account)}; {yours}: --account NAME{_accepted(job)}"
 
 
-def _qos(job: BatchJob, found: PartitionHardware | None) -> str:
-    qos = found.access.qos if found is not None and found.access is not None else ()
-    yours = f"you may use {', '.join(qos)}" if qos else "`sacctmgr show assoc user=$USER format=qos` lists yours"
-    return f"{_stated('qos', job.qos)}; {yours}: --qos NAME"
+def _qos(job: BatchJob, _found: PartitionHardware | None) -> str:
+    yours = "`sacctmgr show assoc user=$USER format=account,qos,defaultqos` lists yours"
+    return f"{_stated('qos', job.qos)}; {yours}: --qos NAME{_accepted(job)}"
+
+
+def _accepted(job: BatchJob) -> str:
+    """Where to find the accounts, qualities of service and limits of the partition."""
+    if job.partition is None:
+        return ""
+    return f"\n`scontrol show partition {shlex.quote(job.partition)}` has what it accepts"
 
 
 def _nodes(job: BatchJob, found: PartitionHardware | None) -> str:
@@ -108,7 +127,7 @@ def _nodes(job: BatchJob, found: PartitionHardware | None) -> str:
 def _time(job: BatchJob, found: PartitionHardware | None) -> str:
     limit_s = job.time_limit_s
     requested = "no time limit was requested" if limit_s is None else f"requested: {format_duration(limit_s)}"
-    limit = found.time_limit_s if found is not None else None
+    limit = found.partition.max_time_s if found is not None else None
     most = (
         f"; {found.partition.name} allows {format_duration(limit)}" if found is not None and limit is not None else ""
     )
@@ -124,10 +143,15 @@ def _reservation(job: BatchJob, _found: PartitionHardware | None) -> str:
     return f"{_stated('reservation', job.reservation)}; `scontrol show reservation` lists those there are, and for whom"
 
 
-def _limits(job: BatchJob, found: PartitionHardware | None) -> str:
-    qos = found.access.summary if found is not None and found.access is not None else ""
-    granted = qos or "`sacctmgr show qos` lists what each grants"
-    return f"{_requested(job)}\n{granted}; fewer --nodes or a shorter --time may do"
+def _limits(job: BatchJob, _found: PartitionHardware | None) -> str:
+    return (
+        f"{_requested(job)}\n`sacctmgr show qos` and `sacctmgr show assoc user=$USER` list what each grants; "
+        "fewer --nodes or --gpus-per-node, or a shorter --time, may do"
+    )
+
+
+def _partition_limits(job: BatchJob, _found: PartitionHardware | None) -> str:
+    return f"{_requested(job)}{_accepted(job)}"
 
 
 def _option(_job: BatchJob, _found: PartitionHardware | None) -> str:
@@ -146,12 +170,12 @@ _REFUSALS: dict[_Advice, tuple[str, ...]] = {
         "group not permitted to use this partition",
         "partition not available",
     ),
-    _account: ("invalid account",),
-    _qos: ("invalid qos",),
-    _time: ("requested time limit is invalid", "invalid --time"),
+    _account: ("invalid account", "invalidaccount", "accountnotallowed", "account not permitted", "account not known"),
+    _qos: ("invalid qos", "invalidqos", "qosnotallowed", "qos not permitted", "qos not known"),
+    _time: ("requested time limit is invalid", "invalid --time", "partitiontimelimit"),
     _feature: ("invalid feature",),
     _reservation: ("reservation is invalid", "access/permission denied"),
-    _limits: ("job violates accounting/qos policy",),
+    _limits: ("job violates accounting/qos policy", "perjob", "maxwall"),
     _nodes: (
         "node configuration is not available",
         "node count specification invalid",
@@ -159,6 +183,7 @@ _REFUSALS: dict[_Advice, tuple[str, ...]] = {
         "memory required by task is not available",
         "invalid generic resource",
     ),
+    _partition_limits: ("partitionconfig",),
     _points: ("invalid job array specification",),
     _option: ("unrecognized option", "invalid option", "invalid directive"),
 }

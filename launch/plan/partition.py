@@ -1,6 +1,5 @@
 """The hardware of a Slurm partition, and the nodes that a plan is made for on a login node."""
 
-import getpass
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,19 +9,21 @@ from msgspec.structs import replace
 from shardwise.launch.plan.gather import NodeOptions
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.probe.machine import read_hardware, read_libraries
-from shardwise.slurm.access import Access, NodeShare, access_to, in_order, share_of_job
-from shardwise.slurm.cluster import JobLimits, Partition
+from shardwise.slurm.cluster import Partition
 from shardwise.slurm.jobs import is_login_node
 from shardwise.slurm.node_groups import choose_group
-from shardwise.slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
-from shardwise.slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
+from shardwise.slurm.partition_hardware import WHOLE_NODES, NodeShare, PartitionHardware, hardware_of, share_of_job
+from shardwise.slurm.queries import read_nodes, read_partitions
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
+from shardwise.trainer.spec.errors import InputError, close_matches
 from shardwise.trainer.spec.hardware import Hardware, Host
-from shardwise.trainer.spec.job.sections import Job, SlurmJob
+from shardwise.trainer.spec.job.sections import Job
 
 _NAMES_SHOWN = 12
+_UNREAD_LIMITS = (
+    "limits of your account and QOS are not included: `shardwise submit --dry-run` tests the job against them"
+)
 
 
 def read_nodes_to_plan(
@@ -40,7 +41,6 @@ def read_nodes_to_plan(
         nodes=options.num_nodes or job.slurm.nodes or 1,
         spec=spec,
         constraint=options.constraint or job.slurm.constraint or sbatch_option(job.slurm.extra, "--constraint", "-C"),
-        **charge_of(job.slurm, environment),
         share=share_of_job(job.slurm),
         environment=environment,
     )
@@ -57,8 +57,6 @@ def read_partition_hardware(
     nodes: int,
     spec: str | None = None,
     constraint: str | None = None,
-    account: str | None = None,
-    qos: str | None = None,
     share: NodeShare = WHOLE_NODES,
     environment: Mapping[str, str] = os.environ,
 ) -> PartitionHardware:
@@ -72,23 +70,11 @@ def read_partition_hardware(
     stated = None if spec is None else _stated(spec)
     num_gpus = len(stated.gpus) if stated is not None and stated.gpus else None
     choice = choose_group(found, read_nodes(environment), constraint=constraint, num_gpus=num_gpus)
-    config = _read_config(environment)
-    access, unknown = _read_access(found, config, account, qos, environment)
-    limits = _read_limits(found, config, access, qos, environment)
-    described = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits, share=share)
-    note = access.summary if access is not None else unknown
-    hardware = replace(described.hardware, notes=(*described.hardware.notes, note))
+    described = hardware_of(found, choice, num_nodes=nodes, stated=stated, share=share)
+    hardware = replace(described.hardware, notes=(*described.hardware.notes, _UNREAD_LIMITS))
     if not hardware.libraries:  # the nodes see the same files, so jobs run this Python
         hardware = replace(hardware, libraries=read_libraries())
     return replace(described, hardware=hardware)
-
-
-def charge_of(slurm: SlurmJob, environment: Mapping[str, str]) -> dict[str, str | None]:
-    """`account` and `qos` as sbatch will read them: of the job file, of slurm.extra, of the environment."""
-    return {
-        "account": slurm.account or sbatch_option(slurm.extra, "--account", "-A") or environment.get("SBATCH_ACCOUNT"),
-        "qos": slurm.qos or sbatch_option(slurm.extra, "--qos", "-q") or environment.get("SBATCH_QOS"),
-    }
 
 
 def sbatch_option(extra: Sequence[str], long: str, short: str) -> str | None:
@@ -122,63 +108,6 @@ def _find(name: str | None, partitions: tuple[Partition, ...]) -> Partition:
     hint = f"did you mean {' or '.join(near)}?" if near else "it may be hidden from you"
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     raise InputError(f"--partition {name}: Slurm shows no such partition; {hint}\nit shows {shown or 'none'}")
-
-
-def _read_config(environment: Mapping[str, str]) -> dict[str, str]:
-    try:
-        return read_config(environment)
-    except EnvironmentFaultError:
-        return {}
-
-
-def _enforced(config: Mapping[str, str]) -> set[str]:
-    """Limits that the controller enforces: associations, limits, qos, safe."""
-    return {*config.get("AccountingStorageEnforce", "").lower().split(",")}
-
-
-def _read_access(
-    partition: Partition,
-    config: Mapping[str, str],
-    account: str | None,
-    qos: str | None,
-    environment: Mapping[str, str],
-) -> tuple[Access | None, str]:
-    """Partitions and limits of the user, or the reason why they are unknown."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # of a container
-        return None, "which accounts and QOS you may use is not known (this user has no name)"
-    try:
-        associations = read_associations(user, config.get("ClusterName"), environment)
-    except EnvironmentFaultError as error:
-        first = str(error).splitlines()[0]
-        reason = (first.partition(": ")[2] or first).partition(";")[0].rstrip(".")
-        only = f"; it accepts accounts {', '.join(partition.allowed_accounts)}" if partition.allowed_accounts else ""
-        return None, f"which accounts and QOS you may use is not known ({reason}){only}"
-    if not _enforced(config) & {"associations", "limits", "qos", "safe", "wckeys", "all"}:
-        return None, "Slurm does not enforce accounts here (AccountingStorageEnforce)"
-    holds_to_qos = bool(_enforced(config) & {"qos", "all"})
-    return access_to(partition, associations, account=account, qos=qos, holds_to_qos=holds_to_qos), ""
-
-
-def _read_limits(
-    partition: Partition,
-    config: Mapping[str, str],
-    access: Access | None,
-    qos: str | None,
-    environment: Mapping[str, str],
-) -> tuple[JobLimits, ...]:
-    """Of the partition's own QOS, of the job's and of its account; none if the cluster enforces none."""
-    if not _enforced(config) & {"limits", "safe", "all"}:
-        return ()
-    job_qos = qos or (access.job_qos if access is not None else None)
-    try:
-        found = read_qos_limits([name for name in (partition.qos, job_qos) if name], environment)
-    except EnvironmentFaultError:
-        found = {}
-    return in_order(
-        found.get(partition.qos or ""), found.get(job_qos or ""), access.limits if access is not None else None
-    )
 
 
 def _stated(spec: str) -> Hardware:

@@ -24,14 +24,13 @@ from shardwise.launch.plan.gather import (
     read_machine,
     recorded_versions,
 )
-from shardwise.launch.plan.partition import charge_of, read_partition_hardware, sbatch_option
+from shardwise.launch.plan.partition import read_partition_hardware, sbatch_option
 from shardwise.launch.probe import disks
 from shardwise.launch.run.disk_needs import missing_for, needed_disk_bytes
 from shardwise.launch.rundir.paths import output_base
 from shardwise.launch.track.start import check_trackers
-from shardwise.slurm.access import share_of_job
 from shardwise.slurm.cluster import describe_num_jobs, format_duration, num_jobs, parse_duration
-from shardwise.slurm.partition_hardware import PartitionHardware
+from shardwise.slurm.partition_hardware import PartitionHardware, share_of_job
 from shardwise.slurm.sbatch import BatchJob, Container, container_of, warning_s
 from shardwise.slurm.submit import knows_pyxis
 from shardwise.trainer.planning.device import machine_text
@@ -119,9 +118,7 @@ def read_target(
 def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environment: Mapping[str, str]) -> BatchJob:
     """The request to sbatch."""
     slurm, found, first = target.slurm, target.found, target.points[0].plan
-    share = share_of_job(slurm) if found is None else found.share
     time_s = time_limit_s(target)
-    access = None if found is None else found.access
     gpus = len(target.hardware.gpus)
     kind = f"{found.group.gpu_type}:" if found is not None and found.group.gpu_type else ""
     has_gres = gpus > 0 and (found is None or found.group.num_gpus > 0)
@@ -139,12 +136,12 @@ def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environm
         uses_gres_option=found is not None and (found.group.is_mig or bool(found.group.other_gpus)),
         num_cores=slurm.cores if found is None else host.num_cores,
         memory_bytes=slurm.memory if found is None else host.ram_bytes,
-        uses_whole_nodes=share.is_whole,
+        uses_whole_nodes=share_of_job(slurm).is_whole,
         time_limit_s=time_s,
         warning_s=warning_s(step_s=first.chosen.speed.step_s, save_s=save_s, time_limit_s=time_s),
         partition=slurm.partition,
-        account=access.account if access is not None and access.states_account else slurm.account,
-        qos=access.job_qos if access is not None and access.states_qos else slurm.qos,
+        account=slurm.account,
+        qos=slurm.qos,
         constraint=_constraint(slurm, found),
         reservation=slurm.reservation,
         mail=slurm.mail,
@@ -161,7 +158,7 @@ def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environm
 
 def time_limit_s(target: Target) -> int:
     """Time limit of one job: as requested, else the prediction with a margin, at most the partition's limit."""
-    most = None if target.found is None else target.found.time_limit_s
+    most = None if target.found is None else target.found.partition.max_time_s
     requested = parse_duration(target.slurm.time)
     if requested is not None:
         if most is not None and requested > most:
@@ -203,7 +200,6 @@ def _read_nodes(
             nodes=num_nodes,
             spec=spec,
             constraint=slurm.constraint or sbatch_option(slurm.extra, "--constraint", "-C"),
-            **charge_of(slurm, environment),
             share=share_of_job(slurm),
             environment=environment,
         )
@@ -211,8 +207,6 @@ def _read_nodes(
         if needs_slurm or stated is None:
             raise
         return None, replace(stated, num_nodes=num_nodes)
-    if found.access is not None and found.access.refusal is not None:
-        raise InputError(f"Slurm would not run this job: {found.access.refusal}")
     return found, found.hardware
 
 
@@ -267,7 +261,7 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
     (own,) = (count for count in counts if count.num_nodes == requested)
     hours = own.totals.hours if own.totals is not None else 0.0
     wanted = parse_duration(plan.job.slurm.time)
-    limit, sentences = found.time_limit_s, []
+    limit, sentences = found.partition.max_time_s, []
     if wanted is not None and limit is not None and wanted > limit:
         sentences = [f"slurm.time {plan.job.slurm.time} is more than {place} allows, {format_duration(limit)}"]
     elif wanted is not None:

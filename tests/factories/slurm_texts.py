@@ -27,22 +27,12 @@ def partition_of(cluster: str, name: str) -> Partition:
 
 
 def install_slurm(folder: Path, cluster: str) -> dict[str, str]:
-    """Puts a scontrol and a sacctmgr that answer as the cluster did into `folder`; the environment that finds them."""
+    """Puts a scontrol that answers as the cluster did into `folder`; the environment that finds it."""
     texts = shlex.quote(str(CAPTURED / f"slurm_{cluster}"))
     programs = {
         "scontrol": f"""case "$*" in
     "-o show partition") exec cat {texts}/scontrol_partition.txt ;;
     "-o show node") exec cat {texts}/scontrol_node.txt ;;
-    "show config") cat {texts}/scontrol_config.txt 2>/dev/null || echo "ClusterName = {cluster}"; exit 0 ;;
-esac
-exit 9
-""",
-        "sacctmgr": f"""[ -f {texts}/sacctmgr.txt ] && {{ cat {texts}/sacctmgr.txt >&2; exit 1; }}
-case "$*" in
-    "-nP show user name="*" cluster={cluster} withassoc format=defaultaccount,account,partition,qos,defaultqos,maxwall,\
-maxtres,grptres") who=${{4#name=}}; exec cat {texts}/sacctmgr_$who.txt ;;
-    "-nP show qos name="*" format=name,maxwall,maxtres,maxtrespu,maxtrespa,grptres,flags")
-        IFS=,; for name in ${{4#name=}}; do grep "^$name|" {texts}/sacctmgr_qos.txt; done; exit 0 ;;
 esac
 exit 9
 """,

@@ -4,10 +4,9 @@ import pytest
 from msgspec.structs import replace
 from slurm_texts import nodes_of, partition_of
 
-from shardwise.slurm.access import NodeShare
-from shardwise.slurm.cluster import JobLimits, PartitionState
+from shardwise.slurm.cluster import PartitionState
 from shardwise.slurm.node_groups import choose_group
-from shardwise.slurm.partition_hardware import hardware_of
+from shardwise.slurm.partition_hardware import NodeShare, hardware_of
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates
@@ -126,36 +125,6 @@ def test_more_nodes_than_a_job_may_have_and_fewer_are_refused():
     with pytest.raises(InputError, match=r"--nodes 1.* 2 "):
         of("fake_nodes", "gpu", partition=replace(partition_of("fake_nodes", "gpu"), min_nodes=2))
     assert of("dsai", "h100", num_nodes=3).num_allowed_nodes == 3
-
-
-def test_a_quality_of_service_bounds_nodes_and_time():
-    limits = (JobLimits(source="QOS p_dev", max_time_s=3600, per_job={"gres/gpu": 32}),)
-    answer = of("nchc", "dev", num_nodes=4, limits=limits)
-    assert (answer.num_allowed_nodes, answer.time_limit_s) == (4, 3600)
-    with pytest.raises(InputError, match=r"--nodes 5.* 4 .*QOS p_dev: 32"):
-        of("nchc", "dev", num_nodes=5, limits=limits)
-    assert of("nchc", "dev").time_limit_s == 4 * 3600
-    assert of("nchc", "dev", limits=limits, share=NodeShare(gpus=1)).num_allowed_nodes == 32
-    nodes = (JobLimits(source="QOS p_dev", per_job={"node": 2}),)
-    assert of("nchc", "dev", limits=nodes).num_allowed_nodes == 2
-
-
-def test_a_job_that_may_not_have_a_whole_node_gets_a_share_of_one():
-    students = JobLimits(source="QOS students", per_user={"gres/gpu": 2})
-    whole = of("fake_nodes", "gpu")
-    answer = of("fake_nodes", "gpu", limits=(students,))
-    assert len(answer.hardware.gpus) == 2 and answer.share == NodeShare(gpus=2) and answer.num_allowed_nodes == 1
-    assert answer.hardware.host.num_cores == whole.hardware.host.num_cores // 4
-    (note,) = [note for note in answer.hardware.notes if "QOS students" in note]
-    assert "2 GPUs" in note
-    with pytest.raises(InputError, match=r"--nodes 2.* 1 .*QOS students: 2"):
-        of("fake_nodes", "gpu", num_nodes=2, limits=(students,))
-    few_cores = replace(students, per_job={"cpu": 8})
-    assert of("fake_nodes", "gpu", limits=(few_cores,)).share == NodeShare(gpus=2, cores=8)
-    with pytest.raises(InputError, match=r" 0 .*QOS none: 0"):
-        of("fake_nodes", "gpu", limits=(JobLimits(source="QOS none", per_job={"gres/gpu": 0}),))
-    with pytest.raises(InputError, match=r" 0 .*QOS students: 2"):  # what is asked stays
-        of("fake_nodes", "gpu", limits=(students,), share=NodeShare(gpus=4))
 
 
 def test_a_partition_that_starts_no_jobs_or_has_no_node_in_service_is_refused():

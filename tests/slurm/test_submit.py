@@ -6,7 +6,6 @@ import pytest
 from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job
 
-from shardwise.slurm.access import Access
 from shardwise.slurm.cluster import Partition
 from shardwise.slurm.node_groups import NodeGroup
 from shardwise.slurm.partition_hardware import PartitionHardware
@@ -18,17 +17,15 @@ from shardwise.trainer.spec.hardware import Hardware, Host
 RUN_DIR = Path("/home/me/runs/tiny")
 
 
-def found(access: Access | None = None) -> PartitionHardware:
+def found() -> PartitionHardware:
     return PartitionHardware(
         hardware=Hardware(gpus=(), host=Host(cpu_name=None, num_cores=96, ram_bytes=None, ram_available_bytes=None)),
-        partition=Partition(name="h100", num_nodes=4),
+        partition=Partition(name="h100", num_nodes=4, max_time_s=2 * 86400),
         group=NodeGroup(
             names=("c1",), num_nodes=4, num_in_service=4, num_cores=96, ram_bytes=None, num_gpus=8, gpu_type="h100",
             features=("h100", "ib"),
         ),
         num_allowed_nodes=4,
-        time_limit_s=2 * 86400,
-        access=access,
     )  # fmt: skip
 
 
@@ -58,10 +55,10 @@ def test_refusals_of_this_slurm_have_a_remedy(slurm: SlurmCluster, tmp_path: Pat
 # As the slurmctld of clusters with accounting answer (src/common/slurm_errno.c), some with words of their own before.
 REFUSED_ELSEWHERE = [
     ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n",
-     ("no --account ", "theory, vision")),
-    ("allocation failure: Invalid qos specification\n", ("no --qos ", "long, normal")),
+     ("no --account ", "show assoc user=$USER`", "--account NAME")),
+    ("allocation failure: Invalid qos specification\n", ("no --qos ", "user=$USER format=account,qos", "--qos NAME")),
     ("sbatch: error: QOSMaxNodePerJobLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS "
-     "policy (job submit limit, user's size and/or time limits)\n", ("theory, vision", "long, normal", "--nodes")),
+     "policy (job submit limit, user's size and/or time limits)\n", ("sacctmgr show qos", "show assoc", "--nodes")),
     ("sbatch: error: job_submit.lua: name your project with --account\n",
      ("job_submit.lua: name your project with --account", "--nodes=1 --time=01:00:00")),
     ("", ("no reason given",)),
@@ -70,9 +67,42 @@ REFUSED_ELSEWHERE = [
 
 @pytest.mark.parametrize(("said", "facts"), REFUSED_ELSEWHERE)
 def test_refusals_of_other_clusters_have_a_remedy(said, facts):
-    access = Access(accounts=("theory", "vision"), qos=("long", "normal"))
-    explained = explain_refusal(said, batch_job(RUN_DIR, time_limit_s=3600), found(access))
+    explained = explain_refusal(said, batch_job(RUN_DIR, time_limit_s=3600), found())
     assert [fact for fact in facts if fact not in explained] == []
+
+
+# Reasons of Slurm 22.05 with EnforcePartLimits=NO, and of https://slurm.schedmd.com/job_reason_codes.html.
+REASONS = [
+    ("Job's account not known, so it can't use this partition (gpu allows vision)", "--account NAME"),
+    ("Job's QOS not permitted to use this partition (gpu allows long not normal)", "--qos NAME"),
+    ("AccountNotAllowed", "`scontrol show partition 'g p u'`"),
+    ("PartitionConfig", "`scontrol show partition 'g p u'`"),
+    ("PartitionTimeLimit", "h100 allows 2-00:00:00"),
+    ("QOSMaxWallDurationPerJobLimit", "sacctmgr show qos"),
+    ("QOSMaxNodePerJobLimit", "--nodes"),
+    ("AssocMaxGRESPerJob", "--gpus-per-node"),
+    ("Priority", None), ("None", None), ("QOSMaxGRESPerUser", None), ("AssocGrpGRES", None), ("Dependency", None),
+    ("JobHeldUser", None), ("", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "fact"), REASONS)
+def test_a_job_that_slurm_accepts_and_never_starts_is_cancelled_and_refused(tmp_path: Path, reason, fact):
+    programs = {"sbatch": "echo '7;aurora'", "squeue": 'echo "$REASON"', "scancel": f'echo "$*" >>"{tmp_path}/log"'}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REASON": reason}
+    job = batch_job(tmp_path, partition="g p u", time_limit_s=3600)
+    if fact is None:
+        assert submit_script(tmp_path / "train.sbatch", job, found(), environment=environment) == "7"
+        assert not (tmp_path / "log").exists()
+        return
+    with pytest.raises(InputError) as refused:
+        submit_script(tmp_path / "train.sbatch", job, found(), environment=environment)
+    message = str(refused.value)
+    assert message.startswith(f"Slurm refuses this job: it would never start ({reason})\n") and fact in message
+    assert message.count("\n") <= 2 and (tmp_path / "log").read_text() == "7\n"
 
 
 def test_a_controller_that_is_down_is_an_environment_fault(slurm: SlurmCluster, tmp_path: Path):
