@@ -24,8 +24,9 @@ from shardwise.launch.job import cache_home
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, read_inputs, read_machine, recorded_versions
 from shardwise.launch.run.ladder import plan_regardless, without_limits
 from shardwise.launch.run.trials import ShortRun, run_short, short_plan
-from shardwise.launch.show.recorded_run import Step as StepLine
-from shardwise.launch.show.recorded_run import last_of_each, read_steps
+from shardwise.launch.rundir.metrics import Step as StepLine
+from shardwise.launch.rundir.metrics import read_steps
+from shardwise.launch.show.recorded_run import last_of_each
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import device_of

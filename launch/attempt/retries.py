@@ -17,15 +17,15 @@ fallback.
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from shardwise.launch.attempt.end import AttemptEnd
-from shardwise.launch.rundir.files import NewLines
+from shardwise.launch.rundir.files import read_value
 from shardwise.launch.rundir.lock import local_owner, recorded_owner
+from shardwise.launch.rundir.metrics import first_step
 from shardwise.launch.rundir.paths import committed_checkpoints
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
@@ -265,39 +265,24 @@ def _record(attempt_dir: Path, candidate: Candidate, **fields: object) -> Attemp
 
 def _record_of_killed(attempt_dir: Path) -> AttemptRecord | None:
     """The record of an attempt whose supervisor was killed; None if it had not begun."""
-    try:
-        candidate = codec.read(attempt_dir / "plan.json", Plan).chosen
-    except InputError:
+    plan = read_value(attempt_dir / "plan.json", Plan)
+    if plan is None:
         return None
+    candidate = plan.chosen
     ranks = range(candidate.num_ranks)
     beats = [beat for rank in ranks if (beat := read_heartbeat(attempt_dir, rank)) is not None]
     if not beats:
         return None
     files = [path for rank in ranks if (path := heartbeat_path(attempt_dir, rank)).is_file()]
+    first = first_step(attempt_dir.parent.parent / "metrics.jsonl", int(attempt_dir.name))
     seconds = max(path.stat().st_mtime for path in files) - (attempt_dir / "plan.json").stat().st_mtime
     return _record(
         attempt_dir,
         candidate,
-        resumed_from_step=_first_step(attempt_dir.parent.parent, int(attempt_dir.name)),
+        resumed_from_step=None if first is None else first - 1 or None,
         step=max(beat.step for beat in beats),
         ending=Ending.FAILED,
         fault=Fault.KILLED,
         cause="the process that started the ranks was killed",
         duration_s=max(0.0, seconds),
     )
-
-
-class _MetricsLine(msgspec.Struct, gc=False):
-    step: int
-    attempt: int
-
-
-def _first_step(run_dir: Path, attempt: int) -> int | None:
-    """The step that an attempt resumed from, by its first line of metrics; None from the beginning, or without one."""
-    decode = msgspec.json.Decoder(_MetricsLine).decode
-    for line in NewLines(run_dir / "metrics.jsonl").read():
-        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            row = decode(line)
-            if row.attempt == attempt:
-                return row.step - 1 or None
-    return None

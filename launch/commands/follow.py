@@ -20,17 +20,15 @@ from pathlib import Path
 from shardwise.launch.options import CancelOptions, LogsOptions, StatusOptions, WatchOptions
 from shardwise.launch.rundir.files import (
     NUM_SIDE_LINES,
-    NewLines,
     RunFiles,
     is_run_dir,
-    last_lines,
     main_log,
     outputs_of,
     read_run,
     side_logs,
-    tail_lines,
 )
 from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner, write_cancel_flag
+from shardwise.launch.rundir.metrics import NewLines, last_lines, tail_lines
 from shardwise.launch.rundir.paths import CONSOLE_LOG
 from shardwise.launch.rundir.state import (
     RUNS,

@@ -7,7 +7,6 @@ A profile measures the first steps as in any run; the last step runs under torch
 `profile/` of the run directory. With `--time` the steps are only timed, and no file is written.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from shardwise.launch.run.ladder import (
 from shardwise.launch.run.trials import check_trials_can_run, ready_inputs, run_short, scratch_folder, short_plan
 from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.rundir.lock import locked
+from shardwise.launch.rundir.metrics import read_steps
 from shardwise.launch.show.report import profile_json, profile_page
 from shardwise.launch.terminal import WIDEST, Console, text_width
 from shardwise.trainer.planning.device import machine_text
@@ -231,6 +231,6 @@ def _show_profile(options: ProfileOptions, plan: Plan, report: Report, run_dir: 
 
 def timed_steps(run_dir: Path, *, num_profiled: int) -> list[float]:
     """Seconds of the steps that were neither warming up nor profiled, from metrics.jsonl."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    timed = rows[_UNTIMED_STEPS : len(rows) - num_profiled]
-    return [row["step_s"] for row in timed]
+    steps = read_steps(run_dir / "metrics.jsonl").steps
+    timed = steps[_UNTIMED_STEPS : len(steps) - num_profiled]
+    return [step.step_s for step in timed if step.step_s is not None]

@@ -10,19 +10,15 @@ run directory of another user they may lead to files of the reader.
 """
 
 import json
-import math
 import os
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from shardwise.launch.rundir.lock import read_cancel_flag
+from shardwise.launch.rundir.metrics import tail_lines, tail_rows
 from shardwise.launch.rundir.paths import CONSOLE_LOG, committed_checkpoints, next_attempt
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
@@ -45,14 +41,8 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.value import Value
 
-TAIL_BYTES = 64 * 1024  # of metrics.jsonl: a hundred steps
 NUM_SIDE_LINES = 5  # shown of a launcher's log
-_BYTES_A_LINE = 400  # of logs, generously: read for the last lines
-_MIN_TAIL_BYTES = 16 * 1024
-_CHUNK_BYTES = 1 << 20
-_MAX_LINE_BYTES = 1 << 20
-MAX_METRICS_LINES = 10_000  # of metrics.jsonl, retained for a view or a report
-LEAST_SAVE_S = 1e-3  # below it, no save was due
+_SIDE_LOG_BYTES = 16 * 1024
 _POINT = r"point-(\d+)"
 V = TypeVar("V", bound=Value)
 
@@ -100,7 +90,15 @@ def is_run_dir(path: Path) -> bool:
 def point_of(run_dir: Path) -> int | None:
     """The number of a sweep's point, as `submission.json` states it; None for other runs."""
     path = run_dir / FILE_NAME
-    return _point(run_dir, _read(path, Submission)) if path.is_file() else None
+    return _point(run_dir, read_value(path, Submission)) if path.is_file() else None
+
+
+def read_value(path: Path, kind: type[V]) -> V | None:
+    """The value of a file; None if it is missing, incomplete, or of another version."""
+    try:
+        return codec.read(path, kind)
+    except InputError:
+        return None
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -109,8 +107,8 @@ def read_run(run_dir: Path) -> RunFiles:
     folder = run_dir / "attempts" / str(attempt)
     position = read_position(folder)
     rows = tuple(row for row in tail_rows(run_dir / "metrics.jsonl") if row.get("attempt", attempt) == attempt)
-    report = _read(run_dir / "report.json", Report)
-    submission = _read(run_dir / FILE_NAME, Submission)
+    report = read_value(run_dir / "report.json", Report)
+    submission = read_value(run_dir / FILE_NAME, Submission)
     starts = parse_job_starts(_read_text(run_dir / JOBS_FILE))
     chain = _read_text(run_dir / CHAIN_FILE).split()
     named = (*(submission.job_ids if submission is not None else ()), *chain, *(start.job_id for start in starts))
@@ -119,7 +117,7 @@ def read_run(run_dir: Path) -> RunFiles:
     written = [folder / "status.json", heartbeat_path(folder, 0), run_dir / "metrics.jsonl"] if attempt else []
     return RunFiles(
         run_dir=run_dir,
-        plan=_read(folder / "plan.json", Plan) or _read(run_dir / "plan.json", Plan),
+        plan=read_value(folder / "plan.json", Plan) or read_value(run_dir / "plan.json", Plan),
         attempt=attempt,
         phase=position.phase,
         problem=position.problem,
@@ -153,48 +151,6 @@ def read_position(attempt_dir: Path) -> Position:
     if step is None or beat.step > step:
         phase = TRAINING_PHASE if beat.phase in STEP_PHASES or beat.phase == HOOK_PHASE else beat.phase
     return Position(phase, max(beat.step, step or 0), beat.problem or None)
-
-
-NUM_RECENT_STEPS = 50
-
-
-def recent_tokens_per_s(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """Tokens per second of all ranks over these lines of metrics.jsonl together; None if none was timed."""
-    timed = [row for row in rows if row.get("tokens_per_s") and row.get("step_s")]
-    seconds = sum(row["step_s"] for row in timed)
-    return sum(row["tokens_per_s"] * row["step_s"] for row in timed) / seconds if seconds else None
-
-
-def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:
-    """The complete rows among the last bytes of metrics.jsonl; damaged ones are skipped."""
-    return [row for line in tail_lines(path, limit) if (row := parse_row(line.encode())) is not None]
-
-
-def tail_lines(path: Path, limit: int = TAIL_BYTES) -> list[str]:
-    """The lines among the last bytes of a file; the first of them only if it is complete."""
-    try:
-        with codec.open_file(path, follows_link=False) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            begin = max(0, size - limit - 1)
-            stream.seek(begin)
-            content = stream.read()
-    except OSError:
-        return []
-    if begin:
-        content = content.partition(b"\n")[2]
-    return content.decode(errors="replace").splitlines()
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines of a file, fewer where they are extremely long."""
-    size = path.stat().st_size if path.is_file() else 0
-    limit = max(_MIN_TAIL_BYTES, count * _BYTES_A_LINE)
-    most = min(size, 16 * limit)
-    lines = tail_lines(path, limit)
-    while len(lines) < count and limit < most:
-        limit *= 4
-        lines = tail_lines(path, limit)
-    return lines[-count:] if count else []
 
 
 def outputs_of(files: RunFiles) -> tuple[Path, ...]:
@@ -231,145 +187,7 @@ def side_logs(files: RunFiles, *, attempt: int | None = None) -> list[Path]:
     """Logs of the launchers and the agents of an attempt, without empty ones."""
     logs = files.run_dir / "attempts" / str(files.attempt if attempt is None else attempt) / "logs"
     found = [*sorted(logs.glob("launcher*.log")), *sorted(logs.glob("agents.log"))]
-    return [path for path in found if any(map(str.strip, tail_lines(path, _MIN_TAIL_BYTES)))]
-
-
-class NewLines:
-    """Complete lines of a file since the last call; those that are longer than a MiB are skipped."""
-
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self.path, self._is_skipping = path, False
-        self._offset = _end_of_last_line(path) if from_end else 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that have not been read; 0 while the file cannot be seen."""
-        try:
-            size = self.path.stat().st_size
-        except OSError:
-            return 0
-        return size - self._offset if size >= self._offset else size
-
-    def read(self) -> Iterator[bytes]:
-        """Lines in the order of the file; none while it cannot be read. A file that became shorter is read again."""
-        rest = b""
-        with suppress(OSError), codec.open_file(self.path, follows_link=False) as stream:
-            if stream.seek(0, os.SEEK_END) < self._offset:
-                self._offset, self._is_skipping = 0, False
-            stream.seek(self._offset)
-            while content := stream.read(_CHUNK_BYTES):
-                *lines, rest = (rest + content).split(b"\n")
-                if lines and self._is_skipping:
-                    self._offset, self._is_skipping = self._offset + len(lines.pop(0)) + 1, False
-                self._offset += sum(map(len, lines)) + len(lines)
-                if len(rest) > _MAX_LINE_BYTES:
-                    self._offset, rest, self._is_skipping = self._offset + len(rest), b"", True
-                yield from lines
-
-
-class _Glance(msgspec.Struct, gc=False):
-    """The fields of a line of metrics.jsonl that decide if it is retained."""
-
-    step: int
-    attempt: int = 1
-    loss: float | None = None
-    eval_loss: float | None = None
-    step_s: float | None = None
-    checkpoint_s: float | None = None
-    memory_peak_bytes: int | None = None
-    skipped: bool | None = None
-    incidents: tuple[str, ...] = ()
-
-
-class _Row(_Glance, gc=False):
-    """Further figures that views calculate with; a line with text in place of one of them is damaged."""
-
-    lr: float | None = None
-    mfu: float | None = None
-    tokens_per_s: float | None = None
-    host_rss_bytes: int | None = None
-    memory_device_bytes: int | None = None
-    memory_reserved_bytes: int | None = None
-    memory_allocated_bytes: int | None = None
-    gpu_utilization: float | None = None
-    gpu_power_w: float | None = None
-    gpu_temperature_c: int | None = None
-    gpu_throttle: str | None = None
-
-
-_MOST_BITS = 63  # of a figure; no sum of larger ones is exact, and some cannot even become a float
-_ROW, _ANY = msgspec.json.Decoder(_Row), msgspec.json.Decoder()
-
-
-def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The figures of a step; None if the line is damaged."""
-    try:
-        _ROW.decode(line)
-        row: dict[str, Any] = _ANY.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    is_damaged = any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in row.values())
-    return None if is_damaged else row
-
-
-class ThinnedLines(NamedTuple):
-    """Lines of metrics.jsonl, and what all of them add up to."""
-
-    lines: list[bytes]
-    num_steps: int
-    training_s: float
-
-
-def thinned_lines(lines: Iterator[bytes], *, num_bytes: int) -> ThinnedLines:
-    """All lines of a short file, of one of `num_bytes` at most about `MAX_METRICS_LINES`; damaged ones are left out.
-
-    Of each stretch it keeps the lowest and the highest loss, so that no spike is lost; of the whole file scores, saves,
-    skipped steps, incidents, new peaks of memory, the first steps of an attempt and the last hundred lines.
-    """
-    first = list(islice(lines, 100))
-    stretch = num_bytes * len(first) // (sum(map(len, first)) or 1) * 2 // MAX_METRICS_LINES
-    decode = msgspec.json.Decoder(_Glance).decode
-    retained: dict[int, bytes] = {}
-    last: deque[tuple[int, bytes]] = deque(maxlen=100)
-    low = high = (math.nan, 0, b"")
-    number, training_s, peak_bytes, num_early, attempt = 0, 0.0, 0, 0, 0
-    for line in chain(first, lines):
-        try:
-            row = decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
-        number += 1
-        training_s += row.step_s or 0.0
-        if row.attempt != attempt:
-            attempt, num_early = row.attempt, 0
-        num_early += 1
-        is_peak = row.memory_peak_bytes is not None and row.memory_peak_bytes > peak_bytes
-        if is_peak:
-            peak_bytes = row.memory_peak_bytes or 0
-        is_news = row.skipped or row.incidents or row.eval_loss is not None
-        is_named = is_peak or is_news or (row.checkpoint_s or 0.0) >= LEAST_SAVE_S
-        if stretch <= 2 or num_early <= 2 or (is_named and len(retained) < 2 * MAX_METRICS_LINES):
-            retained[number] = line
-        last.append((number, line))
-        loss = math.inf if row.loss is None else row.loss
-        low = low if low[0] <= loss else (loss, number, line)
-        high = high if high[0] >= loss else (loss, number, line)
-        if stretch > 2 and number % stretch == 0:
-            retained[low[1]], retained[high[1]] = low[2], high[2]
-            low = high = (math.nan, 0, b"")
-    retained.update(last)
-    return ThinnedLines([retained[place] for place in sorted(retained)], number, training_s)
-
-
-def _end_of_last_line(path: Path) -> int:
-    try:
-        with codec.open_file(path, follows_link=False) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            begin = max(0, size - _MIN_TAIL_BYTES)
-            stream.seek(begin)
-            return begin + stream.read().rfind(b"\n") + 1
-    except OSError:
-        return 0
+    return [path for path in found if any(map(str.strip, tail_lines(path, _SIDE_LOG_BYTES)))]
 
 
 def _point(run_dir: Path, submission: Submission | None) -> int | None:
@@ -378,13 +196,6 @@ def _point(run_dir: Path, submission: Submission | None) -> int | None:
         return submission.point
     match = re.fullmatch(_POINT, run_dir.name)
     return None if match is None else int(match[1])
-
-
-def _read(path: Path, kind: type[V]) -> V | None:
-    try:
-        return codec.read(path, kind)
-    except InputError:
-        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

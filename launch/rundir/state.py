@@ -16,15 +16,9 @@ from typing import NamedTuple
 
 from msgspec import field
 
-from shardwise.launch.rundir.files import (
-    NUM_RECENT_STEPS,
-    RunFiles,
-    is_run_dir,
-    point_of,
-    read_run,
-    recent_tokens_per_s,
-)
+from shardwise.launch.rundir.files import RunFiles, is_run_dir, point_of, read_run
 from shardwise.launch.rundir.lock import LockOwner, local_owner, recorded_owner
+from shardwise.launch.rundir.metrics import NUM_RECENT_STEPS, recent_tokens_per_s
 from shardwise.launch.rundir.paths import is_open, no_run
 from shardwise.launch.rundir.process_record import read_state
 from shardwise.slurm.jobs import JOB_ID, EndedJob, QueuedJob, describe_ended, has_slurm, read_job, read_queue

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from shardwise.launch.rundir.files import Position, RunFiles, read_position, read_run
 from shardwise.launch.rundir.lock import recorded_owner
+from shardwise.launch.rundir.metrics import MetricsTail
 from shardwise.launch.rundir.state import Judged, Queue, RunState, RunStatus, judge, read_liveness
 from shardwise.launch.show.screen import ViewOutput
-from shardwise.launch.show.view import RECENT_STEPS, LiveView, MetricsTail, StepLog, view_of
+from shardwise.launch.show.view import RECENT_STEPS, LiveView, StepLog, view_of
 from shardwise.launch.terminal import Console, wrapped
 from shardwise.slurm.jobs import describe_ended, describe_queued
 from shardwise.trainer.spec.messages.rank_files import TRAINING_PHASE

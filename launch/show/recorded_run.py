@@ -6,18 +6,17 @@ checkpoint, has several lines: all of them count for time, the last one counts f
 the lines is read in full.
 """
 
-import contextlib
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from shardwise.launch.attempt.retries import earlier_history, is_alive
-from shardwise.launch.rundir.files import LEAST_SAVE_S, NewLines, thinned_lines
+from shardwise.launch.rundir.metrics import LEAST_SAVE_S, RecordedSteps, Step, read_steps
 from shardwise.launch.rundir.paths import no_run
 from shardwise.trainer.planning.recommend import Observed, Recommendation, recommendations
 from shardwise.trainer.spec import codec
@@ -30,72 +29,6 @@ from shardwise.trainer.spec.value import Value
 
 _WARM_UP = 2  # steps of an attempt that are slower than the others
 _LEAST_SAMPLES = 5  # on either side, before two medians are compared
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a line that a report needs; a missing one is None."""
-
-    step: int
-    attempt: int = 1
-    loss: float | None = None
-    eval_loss: float | None = None
-    lr: float | None = None
-    grad_norm: float | None = None
-    tokens: int | None = None
-    step_s: float | None = None
-    data_s: float | None = None
-    forward_s: float | None = None
-    backward_s: float | None = None
-    optimizer_s: float | None = None
-    wait_s: float | None = None
-    checkpoint_s: float | None = None
-    tokens_per_s: float | None = None
-    tokens_per_s_per_gpu: float | None = None
-    targets_per_s: float | None = None
-    padding_share: float | None = None
-    host_rss_bytes: int | None = None
-    memory_allocated_bytes: int | None = None
-    memory_reserved_bytes: int | None = None
-    memory_peak_bytes: int | None = None
-    memory_device_bytes: int | None = None
-    mfu: float | None = None
-    gpu_utilization: float | None = None
-    gpu_power_w: float | None = None
-    gpu_temperature_c: float | None = None
-    gpu_throttle: str | None = None
-    skipped: bool | None = None
-    skipped_rows: tuple[int, ...] | None = None
-
-    @property
-    def targets_per_s_per_gpu(self) -> float | None:
-        """Learned tokens per second of one device; None for a line of an earlier version."""
-        if self.targets_per_s is None or not self.tokens_per_s or self.tokens_per_s_per_gpu is None:
-            return None
-        return self.targets_per_s * self.tokens_per_s_per_gpu / self.tokens_per_s
-
-    @property
-    def other_s(self) -> float | None:
-        """Seconds of a step outside every measured phase."""
-        parts = (self.data_s, self.forward_s, self.backward_s, self.optimizer_s, self.wait_s)
-        return None if self.step_s is None else max(0.0, self.step_s - sum(part or 0.0 for part in parts))
-
-
-class RecordedSteps(NamedTuple):
-    """Steps of metrics.jsonl; of a long file those that `thinned_lines` keeps."""
-
-    steps: tuple[Step, ...]
-    num_steps: int = 0  # of the whole file
-    training_s: float = 0.0
-
-
-def read_steps(path: Path) -> RecordedSteps:
-    """Every complete line, in the order of the file."""
-    decoder, steps, new = msgspec.json.Decoder(Step), [], NewLines(path)
-    thinned = thinned_lines(new.read(), num_bytes=new.num_bytes)
-    for line in thinned.lines:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            steps.append(decoder.decode(line))
-    return RecordedSteps(tuple(steps), thinned.num_steps, thinned.training_s)
 
 
 def last_of_each(steps: Iterable[Step]) -> tuple[Step, ...]:

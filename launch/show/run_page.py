@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, Step, ending_text, labels_of, state_line
+from shardwise.launch.rundir.metrics import Step
+from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, ending_text, labels_of, state_line
 from shardwise.launch.show.report import (
     FAULTS,
     PROCESS_RAM,

@@ -16,36 +16,14 @@ Text that does not fit is cut at the right, so a line never wraps: a terminal th
 import unicodedata
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.launch.rundir.files import (
-    NUM_RECENT_STEPS,
-    NewLines,
-    parse_row,
-    recent_tokens_per_s,
-    thinned_lines,
-)
+from shardwise.launch.rundir.metrics import NUM_RECENT_STEPS, recent_tokens_per_s
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.secrets import printable
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
-
-
-class MetricsTail:
-    """New complete lines of a metrics file since the last call; damaged lines are skipped."""
-
-    def __init__(self, path: Path) -> None:
-        self._new = NewLines(path)
-        self.num_steps, self.training_s = 0, 0.0  # of all lines, those that are left out included
-
-    def read_new(self) -> list[dict[str, Any]]:
-        """Rows in the order of the file, of a long one the lines that a view needs (`thinned_lines`)."""
-        thinned = thinned_lines(self._new.read(), num_bytes=self._new.num_bytes)
-        self.num_steps, self.training_s = self.num_steps + thinned.num_steps, self.training_s + thinned.training_s
-        return [row for line in thinned.lines if (row := parse_row(line)) is not None]
-
 
 _MOST_POINTS = 512
 

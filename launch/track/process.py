@@ -8,7 +8,6 @@ handles those.
 All output goes to RUN/logs/sinks.log, without secrets.
 """
 
-import json
 import os
 import signal
 import sys
@@ -20,8 +19,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from shardwise.launch.rundir.files import read_value
+from shardwise.launch.rundir.metrics import NewLines, parse_row
 from shardwise.launch.track.notify import NotifyTracker
 from shardwise.launch.track.tracker import (
     NOT_SAVED,
@@ -38,7 +38,6 @@ from shardwise.launch.track.tracker import (
     show,
 )
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.rank_files import STEP_PHASES, Heartbeat, read_heartbeat
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Report
@@ -51,7 +50,6 @@ _MAX_END_S = 120.0  # a living supervisor waits less than this
 _ORPHAN_END_S = 8.0  # after the supervisor died
 _SWITCHED_OFF = 1
 _NICENESS = 10  # below the ranks, which need the cores
-_MAX_READ_BYTES = 4 * 1024 * 1024
 _MIN_STALL_S = 120.0
 _STALL_STEPS = 10  # usual step durations without a heartbeat
 _NUM_TIMED_STEPS = 50
@@ -160,8 +158,7 @@ class RunReader:
     def __init__(self, run_dir: Path, *, first_attempt: int) -> None:
         self.run_dir = run_dir
         self.first_attempt = first_attempt
-        self._offset = 0
-        self._num_lines = 0
+        self._new, self._num_lines = NewLines(run_dir / "metrics.jsonl"), 0
         self._predicted: dict[int, dict[str, float]] = {}
         self._last_failed = first_attempt - 1
         self._report_ns = 0
@@ -171,18 +168,16 @@ class RunReader:
 
     def plan(self, attempt: int) -> Plan | None:
         """The plan of an attempt; None before it is written."""
-        try:
-            return codec.read(self.run_dir / "attempts" / str(attempt) / "plan.json", Plan)
-        except InputError:
-            return None
+        return read_value(self.run_dir / "attempts" / str(attempt) / "plan.json", Plan)
 
     def read_lines(self) -> Iterator[Line]:
         """The complete lines since the last call."""
-        for row in self._new_rows():
+        for line in self._new.read():
             self._num_lines += 1
-            if row is None or not isinstance(row.get(STEP), int):
+            row = parse_row(line)
+            if row is None:
                 continue
-            attempt = row["attempt"] if isinstance(row.get("attempt"), int) else self.first_attempt
+            attempt = row.get("attempt", self.first_attempt)
             self._stall.note(row.get("step_s"))
             if attempt not in self._predicted:
                 plan = self.plan(attempt)
@@ -215,25 +210,7 @@ class RunReader:
 
     def read_report(self) -> Report | None:
         """The run's report; None if there is none."""
-        try:
-            return codec.read(self.run_dir / "report.json", Report)
-        except InputError:
-            return None
-
-    def _new_rows(self) -> Iterator[dict[str, Any] | None]:
-        path = self.run_dir / "metrics.jsonl"
-        while True:
-            try:
-                with path.open("rb") as stream:
-                    stream.seek(self._offset)
-                    content = stream.read(_MAX_READ_BYTES)
-            except OSError:
-                return
-            whole = content[: content.rfind(b"\n") + 1]
-            if not whole:
-                return
-            self._offset += len(whole)
-            yield from map(_row, whole.split(b"\n")[:-1])
+        return read_value(self.run_dir / "report.json", Report)
 
     def _failed_attempts(self) -> Iterator[Incident]:
         with suppress(OSError):
@@ -280,14 +257,6 @@ class StallWatch:
             f"no heartbeat in {heartbeat.phase} of step {heartbeat.step + 1} for {format_seconds(silent_s)}; "
             f"a step usually takes {format_seconds(usual_s)}"
         )
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _join(feeds: Sequence[Feed], *, limit_s: float) -> int:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_rows
 from small_disk import mounted_disk
 
-from shardwise.launch.show.view import MetricsTail
+from shardwise.launch.rundir.metrics import MetricsTail
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.plan import Plan

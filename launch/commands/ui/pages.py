@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from shardwise.launch.commands.ui.chats import LONGEST_QUESTION, MOST_TURNS
 from shardwise.launch.commands.ui.render import Content, Tile, content_of, message
 from shardwise.launch.commands.ui.runs import MOST_RUNS, Runs, Summary, WholeRun
-from shardwise.launch.rundir.files import last_lines, tail_lines
+from shardwise.launch.rundir.metrics import last_lines, tail_lines
 from shardwise.launch.rundir.paths import CONSOLE_LOG
 from shardwise.launch.rundir.state import RunState
 from shardwise.launch.show.recorded_run import RecordedRun

@@ -17,11 +17,12 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from shardwise.launch.commands.ui.chats import Chats
-from shardwise.launch.rundir.files import MAX_METRICS_LINES, is_run_dir, parse_row, read_run, tail_rows
+from shardwise.launch.rundir.files import is_run_dir, read_run
 from shardwise.launch.rundir.lock import LOCK
+from shardwise.launch.rundir.metrics import MAX_METRICS_LINES, RecordedSteps, Step, parse_row, tail_rows
 from shardwise.launch.rundir.state import Queue, RunState, RunStatus, read_liveness, runs_below, status_of
 from shardwise.launch.show.follow import QUERY_S, Look, WatchedRun
-from shardwise.launch.show.recorded_run import RecordedRun, RecordedSteps, Step, read_recorded
+from shardwise.launch.show.recorded_run import RecordedRun, read_recorded
 from shardwise.launch.show.run_page import settings_of
 from shardwise.trainer.planning.page.content import Points
 from shardwise.trainer.spec import codec
@@ -184,18 +185,11 @@ class _Followed:
                 look = self._watched.look()
             except OSError as error:
                 raise InputError(f"{self._run_dir}: cannot be read: {error.strerror}") from error
-            self._steps += (step for row in look.rows if (step := _step_of(row)) is not None)
+            self._steps += (msgspec.convert(row, Step) for row in look.rows)
             recorded = RecordedSteps(tuple(self._steps), look.num_steps, look.training_s)
             whole = WholeRun(look, read_recorded(self._run_dir, recorded))
             self._last = signature, whole
         return whole
-
-
-def _step_of(row: dict[str, object]) -> Step | None:
-    try:
-        return msgspec.convert(row, Step)
-    except msgspec.ValidationError:
-        return None
 
 
 def loss_points(path: Path) -> Points:

@@ -25,8 +25,8 @@ from small_terminal import SmallTerminal
 
 from shardwise.launch.commands.follow import run_cancel, run_logs, run_watch
 from shardwise.launch.options import CancelOptions, LogsOptions, WatchOptions
-from shardwise.launch.rundir.files import last_lines
 from shardwise.launch.rundir.lock import LOCK, is_cancelled, locked, must_end_at_start
+from shardwise.launch.rundir.metrics import last_lines
 from shardwise.launch.rundir.state import RunState
 from shardwise.launch.show.follow import FOREIGN_SETTLE_S, Look, WatchedRun
 from shardwise.launch.terminal import Console

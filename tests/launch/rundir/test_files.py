@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from run_factory import age, metrics_row, write_attempt, write_checkpoint, write_report, write_start, write_submission
 
-from shardwise.launch.rundir.files import outputs_of, read_run, tail_lines, tail_rows
+from shardwise.launch.rundir.files import outputs_of, read_run
+from shardwise.launch.rundir.metrics import tail_lines, tail_rows
 from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.messages.submission import JOBS_FILE
 from shardwise.trainer.spec.report import Ending

@@ -27,8 +27,9 @@ from shardwise.launch.commands.report import report_json
 from shardwise.launch.commands.train import show_plan
 from shardwise.launch.commands.ui import explorer, pages
 from shardwise.launch.commands.ui.runs import Runs
-from shardwise.launch.rundir.files import read_run, recent_tokens_per_s
+from shardwise.launch.rundir.files import read_run
 from shardwise.launch.rundir.lock import locked
+from shardwise.launch.rundir.metrics import recent_tokens_per_s
 from shardwise.launch.rundir.state import Queue, RunStatus, read_liveness, status_of
 from shardwise.launch.show.follow import Progress, WatchedRun, render_status, render_table
 from shardwise.launch.show.recorded_run import read_recorded

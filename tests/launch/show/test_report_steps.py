@@ -8,9 +8,9 @@ import pytest
 from reported_run import step_rows, write_run
 from warm_python import REAL_PYTHON
 
-from shardwise.launch.show.recorded_run import Step, figures_of, last_of_each, observed, read_steps, steady_steps
+from shardwise.launch.rundir.metrics import MetricsTail, Step, read_steps
+from shardwise.launch.show.recorded_run import figures_of, last_of_each, observed, steady_steps
 from shardwise.launch.show.report import comparison_rows
-from shardwise.launch.show.view import MetricsTail
 from shardwise.trainer.planning.recommend import Observed
 from shardwise.trainer.spec.report import Figures
 

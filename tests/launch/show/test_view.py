@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from run_factory import metrics_row, run_plan
 
 from shardwise.launch.rundir.files import Position, read_position
+from shardwise.launch.rundir.metrics import MetricsTail
 from shardwise.launch.show import view as live
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -236,7 +237,7 @@ def test_a_curve_of_a_hundred_thousand_steps_keeps_its_ends_and_its_mean():
 
 def test_the_tail_returns_each_whole_step_once(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    tail = live.MetricsTail(path)
+    tail = MetricsTail(path)
     assert tail.read_new() == [], "no file yet"
     for text, rows in (
         ('{"step": 1}\n{"step": 2}\n{"step"', [{"step": 1}, {"step": 2}]),
