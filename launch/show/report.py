@@ -291,9 +291,6 @@ def profile_page(plan: Plan, report: Report, figures: ProfileFigures | None, ste
             Section(title="Time of a step by phase and operator", blocks=(*_part_blocks(report), _operators(figures)))
         )
         sections.append(Section(title="Memory", blocks=(_memory(report), *_phases(report))))
-        sections.append(
-            Section(title="Activations that one forward saves for its backward", blocks=(*_retained(figures),))
-        )
         files = (Sentence(text=f"{PROFILE_FOLDER}/{name}: {content}") for name, content in figures.files.items())
         sections.append(Section(title="Files", blocks=tuple(files)))
     return Page(title=f"{plan.name}: {_candidate_text(report.plan)}", sections=tuple(sections))
@@ -375,16 +372,3 @@ def _phases(report: Report) -> Iterator[Table]:
     if peaks:
         rows = [(name, format_bytes(size)) for name, size in peaks.items()]
         yield Table(rows=(("phase", "peak"), *rows), right=(1,))
-
-
-def _retained(figures: ProfileFigures) -> Iterator[Sentence | Table]:
-    shown = sum(each.num_bytes for each in figures.retained)
-    yield Sentence(
-        text=f"{format_bytes(figures.retained_bytes)} of the first micro batch; those that allocated most of it, "
-        f"{format_bytes(shown)} together:"
-    )
-    tables = {"module": figures.retained, "over all transformer blocks": figures.retained_in_all_blocks}
-    for header, retained in tables.items():
-        rows = ((each.place, format_bytes(each.num_bytes)) for each in retained)
-        if retained:
-            yield Table(rows=((header, "saved"), *rows), right=(1,))

@@ -61,23 +61,18 @@ def test_a_rung_that_runs_out_of_memory_is_shown_and_the_ladder_goes_on(workplac
     assert "exit code 5" in answer.stderr
 
 
-def test_a_profile_names_modules_and_operators_and_leaves_its_files(workplace):
+def test_a_profile_names_operators_and_leaves_its_files(workplace):
     answer = workplace.run("profile", "job.yaml", "--out", "here", "--steps", "6", "--json")
     told, folder = json.loads(answer.stdout), workplace.folder / "here" / "profile"
     assert told["run_dir"] == "here" and len(told["steps_s"]) == 2
     with gzip.open(folder / "trace.json.gz") as stream:
         events = json.load(stream)["traceEvents"]
-    assert any(event.get("name") == "aten::mm" for event in events)
-    retained = {each["place"]: each["num_bytes"] for each in told["profile"]["kept"]}
-    assert any(place.startswith("transformer block 1, ") for place in retained)
-    assert sum(retained.values()) <= told["profile"]["kept_bytes"]
+    assert {"aten::mm", "[memory]"} <= {event.get("name") for event in events}
     assert told["profile"]["operators"][0]["seconds"] > 0
-    with (folder / "memory-timeline.csv").open() as stream:
-        rows = list(csv.DictReader(stream))
-    assert {row["phase"] for row in rows} >= {"forward", "backward", "optimizer"}
-    most = max(int(row["bytes_above_the_start"]) for row in rows)
+    assert {path.name for path in folder.iterdir()} == {"trace.json.gz", "profile.json"}
     memory = told["memory"]
-    assert most <= memory["peak_allocated_bytes"] < memory["steady_allocated_bytes"] + 2 * most
+    assert {"forward", "backward", "optimizer"} <= memory["peaks"].keys()
+    assert max(memory["peaks"].values()) == memory["peak_allocated_bytes"] > memory["steady_allocated_bytes"]
     assert not (workplace.folder / "here" / "checkpoints").exists()
     again = workplace.run("profile", "job.yaml", "--out", "here", check=False)
     assert again.returncode == 2 and "here" in again.stderr

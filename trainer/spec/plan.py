@@ -25,8 +25,6 @@ import math
 from enum import StrEnum
 from typing import Any
 
-from msgspec import field
-
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Hardware
@@ -52,16 +50,7 @@ FIGURES_FILE = "profile.json"
 class ProfileRequest(Value, frozen=True, kw_only=True):
     """Have rank 0 run the last step under torch's profiler."""
 
-    num_modules: int = 12  # that are named, those that keep most first
     num_operators: int = 12  # those that take longest first
-
-
-class RetainedBytes(Value, frozen=True, kw_only=True):
-    """Bytes that a module allocated in the forward of one micro batch and that are alive at its end."""
-
-    module: str  # its path in the model; empty: outside of all modules
-    place: str  # as text: transformer block 3, mlp.down_proj
-    num_bytes: int
 
 
 class OperatorTime(Value, frozen=True, kw_only=True):
@@ -77,10 +66,6 @@ class ProfileFigures(Value, frozen=True, kw_only=True):
 
     step: int
     step_s: float
-    retained_bytes: int = field(name="kept_bytes")  # alive at the end of the first forward that was not before it
-    retained: tuple[RetainedBytes, ...] = field(name="kept")
-    # By the name within a block, over all of them:
-    retained_in_all_blocks: tuple[RetainedBytes, ...] = field(name="kept_in_all_blocks")
     operators: tuple[OperatorTime, ...]
     files: dict[str, str]  # name: what it is
 

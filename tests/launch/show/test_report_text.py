@@ -18,7 +18,7 @@ from shardwise.launch.show.report import (
     render_report,
 )
 from shardwise.trainer.planning.page.content import page_text
-from shardwise.trainer.spec.plan import OperatorTime, ProfileFigures, RetainedBytes
+from shardwise.trainer.spec.plan import OperatorTime, ProfileFigures
 from shardwise.trainer.spec.report import AttemptRecord, DeviceTime, Ending, Fault, Figures, MemoryFigures, SpeedFigures
 from shardwise.trainer.spec.units import GIB
 
@@ -106,9 +106,6 @@ def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
 FIGURES = ProfileFigures(
     step=8,
     step_s=1.5,
-    retained_bytes=40 * MIB,
-    retained=(RetainedBytes(module="model.layers.3.mlp", place="transformer block 3, mlp", num_bytes=12 * MIB),),
-    retained_in_all_blocks=(RetainedBytes(module="mlp", place="mlp", num_bytes=36 * MIB),),
     operators=(
         OperatorTime(name="aten::mm", num_calls=45, seconds=0.6),
         OperatorTime(name="aten::exp", num_calls=1, seconds=0.2),
@@ -144,15 +141,12 @@ def test_a_profile_shows_time_and_memory_by_part_and_the_same_as_json():
         "aten::mm 45 600 ms 75.0%",
         "weights 9 MiB 10 MiB",
         "forward 25 MiB",
-        "transformer block 3, mlp 12 MiB",
-        "mlp 36 MiB",
         "profile/trace.json.gz: every operator with its time",
     } <= set(lines)
     assert not any(line.startswith("wait") for line in lines)  # no rank waited
-    assert any("40 MiB" in line and "12 MiB" in line for line in lines)
     shown = profile_json(PLAN, report, FIGURES, [0.8])
     assert shown["measured"]["job_s"] == pytest.approx(24.0) and shown["predicted"]["step_s"] == 1.0
-    assert shown["profile"]["kept"][0]["num_bytes"] == 12 * MIB
+    assert shown["profile"]["operators"][0]["num_calls"] == 45
     untimed = replace(make_report(), measured=Figures())
     assert profile_json(PLAN, untimed, None, [])["measured"] is None
 

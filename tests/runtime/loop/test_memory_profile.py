@@ -2,18 +2,15 @@
 
 import errno
 import resource
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from shardwise.trainer.__main__ import error_line
 from shardwise.trainer.runtime.loop import memory_profile as memory
-from shardwise.trainer.runtime.loop import profile_step
 from shardwise.trainer.runtime.run.clock import Clock, Span
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -153,51 +150,5 @@ def test_a_phase_peaks_at_the_most_that_was_held_in_it():
     assert memory.timeline_of_spans(()) == ()
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))] * 1)
-        self.head = nn.Linear(64, 256)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            rows = layer(rows)
-        return self.head(rows).sum()
-
-
-def test_a_real_forward_retains_the_outputs_of_its_modules():
-    """The last sum needs no output of the head: it is freed, and the others are saved for the backward."""
-    model, marks = Small(), profile_step.ModuleMarks()
-    rows = torch.ones(32, 64)
-    model(rows).backward()
-    with marks.noted(model), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        begin_ns = time.time_ns()
-        loss = model(rows)
-        end_ns = time.time_ns()
-        loss.backward()
-    found = profile_step.allocations_of(profiler, "cpu")
-    retained = profile_step.retained_by_module(found, marks, begin_ns=begin_ns, end_ns=end_ns)
-    expected = {"layers.0.0": 32 * 128 * 4, "layers.0.1": 32 * 128 * 4, "layers.0.2": 32 * 64 * 4, "": 4}
-    assert retained == expected
-    assert profile_step.block_names(model) == ["layers.0"]
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory(capped):
     assert memory.is_out_of_memory(RuntimeError("can't start new thread"))
-
-
-BLOCKS = ("model.layers.0", "model.layers.1", "model.layers.10")
-
-
-@pytest.mark.parametrize(
-    ("module", "place"),
-    [
-        ("model.layers.1.mlp.down_proj", (1, "mlp.down_proj")),
-        ("model.layers.10.mlp", (2, "mlp")),  # not of block 1, whose name it begins with
-        ("model.layers.0", (0, "the block itself")),
-        ("model.norm", (None, "model.norm")),
-    ],
-)
-def test_a_module_is_named_by_its_place(module, place):
-    assert profile_step.within_block(module, BLOCKS) == place
