@@ -88,17 +88,6 @@ class PartitionState(StrEnum):
     INACTIVE = "INACTIVE"
 
 
-class Preemption(StrEnum):
-    """The effect of a preemption on a job."""
-
-    OFF = "OFF"
-    REQUEUE = "REQUEUE"
-    CANCEL = "CANCEL"
-    SUSPEND = "SUSPEND"
-    GANG = "GANG"
-    WITHIN = "WITHIN"
-
-
 class Gres(Value, frozen=True, kw_only=True):
     """A generic resource of a node: `gpu:a100:8`."""
 
@@ -117,7 +106,6 @@ class Node(Value, frozen=True, kw_only=True):
     features: tuple[str, ...] = ()
     partitions: tuple[str, ...] = ()
     is_in_service: bool = True
-    version: str | None = None
 
     @property
     def gpus(self) -> tuple[Gres, ...]:
@@ -131,7 +119,6 @@ class Partition(Value, frozen=True, kw_only=True):
     state: PartitionState = PartitionState.UP
     is_default: bool = False
     num_nodes: int
-    nodes: str | None = None  # as Slurm writes them
     min_nodes: int = 0
     max_nodes: int | None = None
     max_time_s: int | None = None
@@ -139,8 +126,7 @@ class Partition(Value, frozen=True, kw_only=True):
     max_ram_per_node_bytes: int | None = None
     max_ram_per_cpu_bytes: int | None = None
     is_oversubscribed: bool = False  # nodes are shared even with a job that requests whole ones
-    preemption: Preemption = Preemption.OFF
-    grace_time_s: int = 0
+    grace_time_s: int = 0  # after the warning of a preemption; 0 if jobs are not preempted
     tres: dict[str, int] = {}  # of all nodes together
 
 
@@ -149,8 +135,6 @@ _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_]*)=")
 _OUT_OF_SERVICE = frozenset(
     ("DOWN", "DRAIN", "DRAINED", "DRAINING", "ERROR", "FAIL", "FAILING", "FUTURE", "INVAL", "INVALID", "UNKNOWN")
 ) | {"INVALID_REG", "NOT_RESPONDING", "NO_RESPOND"}
-# An unknown word of a later version is read as the worst known one.
-_PREEMPTIONS = {mode.value: mode for mode in Preemption}
 _STATES = {state.value: state for state in PartitionState}
 _STATE_MARKS = "*~#!%$@^+-"
 
@@ -204,13 +188,12 @@ def parse_records(text: str, first_key: str) -> Iterator[dict[str, str | None]]:
 
 def _partition(fields: Mapping[str, str | None]) -> Partition:
     mode, _, times = (fields.get("OverSubscribe") or fields.get("Shared") or "NO").partition(":")
-    preempt_mode = (fields.get("PreemptMode") or "OFF").split(",")[0]
+    is_preempted = (fields.get("PreemptMode") or "OFF").split(",")[0] != "OFF"
     return Partition(
         name=fields["PartitionName"] or "",
-        state=_STATES.get((fields.get("State") or "UP").upper(), PartitionState.INACTIVE),
+        state=_STATES.get((fields.get("State") or "UP").upper(), PartitionState.INACTIVE),  # a word of a later version
         is_default=fields.get("Default") == "YES",
         num_nodes=parse_number(fields.get("TotalNodes")) or 0,
-        nodes=fields.get("Nodes"),
         min_nodes=parse_number(fields.get("MinNodes")) or 0,
         max_nodes=parse_number(fields.get("MaxNodes")),
         max_time_s=parse_duration(fields.get("MaxTime")),
@@ -218,8 +201,7 @@ def _partition(fields: Mapping[str, str | None]) -> Partition:
         max_ram_per_node_bytes=_mebibytes(fields.get("MaxMemPerNode")),
         max_ram_per_cpu_bytes=_mebibytes(fields.get("MaxMemPerCPU")),
         is_oversubscribed=mode == "FORCE" and times != "1",
-        preemption=_PREEMPTIONS.get(preempt_mode, Preemption.CANCEL),
-        grace_time_s=parse_number(fields.get("GraceTime")) or 0,
+        grace_time_s=(parse_number(fields.get("GraceTime")) or 0) if is_preempted else 0,
         tres=parse_tres(fields.get("TRES")),
     )
 
@@ -243,7 +225,6 @@ def _node(fields: Mapping[str, str | None]) -> Node:
         ),
         partitions=tuple((fields.get("Partitions") or "").replace(",", " ").split()),
         is_in_service="*" not in (fields.get("State") or "") and not states & _OUT_OF_SERVICE,
-        version=fields.get("Version"),
     )
 
 

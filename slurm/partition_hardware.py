@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from shardwise.slurm.cluster import Partition, PartitionState, Preemption, format_duration
+from shardwise.slurm.cluster import Partition, PartitionState, format_duration
 from shardwise.slurm.node_groups import Choice, NodeGroup, gpus_of_row
 from shardwise.trainer.planning.tables.gpu_names import card_name
 from shardwise.trainer.planning.tables.gpu_specs import gpu_spec
@@ -314,7 +314,7 @@ def _other_notes(partition: Partition, choice: Choice) -> Iterator[str]:
         yield f"the partition also has {others}; {_selection(choice)}"
     for other in choice.group.other_gpus:
         yield f"not used: {other.count} x gpu:{other.kind} on the same nodes"
-    if partition.preemption is not Preemption.OFF and partition.grace_time_s:
+    if partition.grace_time_s:
         yield f"jobs may be preempted by others here, {format_duration(partition.grace_time_s)} after a warning"
 
 

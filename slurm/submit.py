@@ -9,8 +9,9 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.slurm.cluster import format_duration
 from shardwise.slurm.jobs import cancel, never_starts, read_reason
@@ -82,121 +83,110 @@ def submit_environment(environment: Mapping[str, str], job: BatchJob) -> dict[st
     }
 
 
+class _Remedy(NamedTuple):
+    texts: tuple[str, ...]  # parts of Slurm's messages, in lower case
+    options: tuple[str, ...]  # that the message is about
+    remedy: str
+
+
+_SIZE = ("nodes", "gpus-per-node", "gres", "cpus-per-task", "mem", "exclusive", "time", "partition", "constraint")
+_ACCEPTED = "`scontrol show partition {partition}` has what it accepts"
+_REMEDIES = (
+    _Remedy(
+        (
+            "partition specified",
+            "invalid partition name",
+            "group not permitted to use this partition",
+            "partition not available",
+        ),
+        ("partition",),
+        "`sinfo --summarize` lists the partitions that you may use",
+    ),
+    _Remedy(
+        ("invalid account", "invalidaccount", "accountnotallowed", "account not permitted", "account not known"),
+        ("account",),
+        f"`sacctmgr show assoc user=$USER` lists yours: --account NAME; {_ACCEPTED}",
+    ),
+    _Remedy(
+        ("invalid qos", "invalidqos", "qosnotallowed", "qos not permitted", "qos not known"),
+        ("qos",),
+        f"`sacctmgr show assoc user=$USER format=account,qos,defaultqos` lists yours: --qos NAME; {_ACCEPTED}",
+    ),
+    _Remedy(
+        ("requested time limit is invalid", "invalid --time", "partitiontimelimit"),
+        ("time", "partition"),
+        "{limit}choose a shorter --time: an unfinished run continues in a further job",
+    ),
+    _Remedy(
+        ("invalid feature",),
+        ("constraint",),
+        "`sinfo -o %N,%f` lists the features of nodes{features}",
+    ),
+    _Remedy(
+        ("reservation is invalid", "access/permission denied"),
+        ("reservation",),
+        "`scontrol show reservation` lists those there are, and for whom",
+    ),
+    _Remedy(
+        ("job violates accounting/qos policy", "perjob", "maxwall"),
+        _SIZE,
+        "`sacctmgr show qos` and `sacctmgr show assoc user=$USER` list what each grants; "
+        "fewer --nodes or --gpus-per-node, or a shorter --time, may do",
+    ),
+    _Remedy(
+        (
+            "node configuration is not available",
+            "node count specification invalid",
+            "more processors requested than permitted",
+            "memory required by task is not available",
+            "invalid generic resource",
+        ),
+        _SIZE,
+        "{nodes}request less with --nodes, --gpus-per-node, slurm.cores or slurm.memory",
+    ),
+    _Remedy(("partitionconfig",), _SIZE, _ACCEPTED),
+    _Remedy(
+        ("invalid job array specification",),
+        ("array",),
+        "`scontrol show config` has the limit of an array (MaxArraySize)",
+    ),
+    _Remedy(
+        ("unrecognized option", "invalid option", "invalid directive"),
+        (),
+        "slurm.extra is passed to sbatch unchanged; `sbatch --help` lists its options",
+    ),
+)
+
+
 def explain_refusal(output: str, job: BatchJob, found: PartitionHardware | None) -> str:
-    """Slurm's message and a remedy, in at most three lines. Pure."""
+    """Slurm's message, the options that it is about, and a remedy, in three lines. Pure."""
     lines = [_PREFIX.sub("", line).strip() for line in output.splitlines() if line.strip()]
-    known = [(line, advice) for line in reversed(lines) if (advice := _advice(line)) is not None]
-    message, advice = known[0] if known else (lines[0] if lines else "no reason given", None)
-    return f"Slurm refuses this job: {message}\n{_requested(job) if advice is None else advice(job, found)}"
+    known = [(line, row) for line in reversed(lines) if (row := _remedy_of(line)) is not None]
+    message, row = known[0] if known else (lines[0] if lines else "no reason given", None)
+    explained = [f"Slurm refuses this job: {message}"]
+    names = _SIZE if row is None else row.options
+    options = [option for option in sbatch_options(job) if option[2:].partition("=")[0] in names]
+    if names:
+        explained.append(f"requested: {' '.join(options) or f'no --{names[0]}'}")
+    if row is not None:
+        explained.append(row.remedy.format(**_facts(job, found)))
+    return "\n".join(explained)
 
 
-_Advice = Callable[[BatchJob, PartitionHardware | None], str]
+def _remedy_of(message: str) -> _Remedy | None:
+    """The row of a message of Slurm; None for an unknown one."""
+    return next((row for row in _REMEDIES if any(text in message.lower() for text in row.texts)), None)
 
 
-def _advice(message: str) -> _Advice | None:
-    """The remedy for a message of Slurm; None for an unknown one."""
-    return next((each for each, texts in _REFUSALS.items() if any(text in message.lower() for text in texts)), None)
-
-
-def _partition(job: BatchJob, _found: PartitionHardware | None) -> str:
-    return f"--partition {job.partition or 'NAME'}: `sinfo --summarize` lists the partitions that you may use"
-
-
-def _account(job: BatchJob, _found: PartitionHardware | None) -> str:
-    yours = "`sacctmgr show assoc user=$USER` lists yours"
-    return f"{_stated('account', job.account)}; {yours}: --account NAME{_accepted(job)}"
-
-
-def _qos(job: BatchJob, _found: PartitionHardware | None) -> str:
-    yours = "`sacctmgr show assoc user=$USER format=account,qos,defaultqos` lists yours"
-    return f"{_stated('qos', job.qos)}; {yours}: --qos NAME{_accepted(job)}"
-
-
-def _accepted(job: BatchJob) -> str:
-    """Where to find the accounts, qualities of service and limits of the partition."""
-    if job.partition is None:
-        return ""
-    return f"\n`scontrol show partition {shlex.quote(job.partition)}` has what it accepts"
-
-
-def _nodes(job: BatchJob, found: PartitionHardware | None) -> str:
-    has = f"; partition {found.partition.name} has {found.group.summary}" if found is not None else ""
-    return f"{_requested(job)}{has}\nrequest less with --nodes, --gpus-per-node, slurm.cores or slurm.memory"
-
-
-def _time(job: BatchJob, found: PartitionHardware | None) -> str:
-    limit_s = job.time_limit_s
-    requested = "no time limit was requested" if limit_s is None else f"requested: {format_duration(limit_s)}"
-    limit = found.partition.max_time_s if found is not None else None
-    most = (
-        f"; {found.partition.name} allows {format_duration(limit)}" if found is not None and limit is not None else ""
-    )
-    return f"{requested}{most}; choose a shorter --time: an unfinished run continues in a further job"
-
-
-def _feature(job: BatchJob, found: PartitionHardware | None) -> str:
-    has = f"its nodes have {', '.join(found.group.features)}" if found is not None and found.group.features else ""
-    return f"{_stated('constraint', job.constraint)}; {has or '`sinfo -o %N,%f` lists the features of nodes'}"
-
-
-def _reservation(job: BatchJob, _found: PartitionHardware | None) -> str:
-    return f"{_stated('reservation', job.reservation)}; `scontrol show reservation` lists those there are, and for whom"
-
-
-def _limits(job: BatchJob, _found: PartitionHardware | None) -> str:
-    return (
-        f"{_requested(job)}\n`sacctmgr show qos` and `sacctmgr show assoc user=$USER` list what each grants; "
-        "fewer --nodes or --gpus-per-node, or a shorter --time, may do"
-    )
-
-
-def _partition_limits(job: BatchJob, _found: PartitionHardware | None) -> str:
-    return f"{_requested(job)}{_accepted(job)}"
-
-
-def _option(_job: BatchJob, _found: PartitionHardware | None) -> str:
-    return "slurm.extra is passed to sbatch unchanged; `sbatch --help` lists its options"
-
-
-def _points(job: BatchJob, _found: PartitionHardware | None) -> str:
-    return f"the sweep has {job.num_points} points; `scontrol show config` has the limit of an array (MaxArraySize)"
-
-
-# Parts of Slurm's messages, in lower case.
-_REFUSALS: dict[_Advice, tuple[str, ...]] = {
-    _partition: (
-        "partition specified",
-        "invalid partition name",
-        "group not permitted to use this partition",
-        "partition not available",
-    ),
-    _account: ("invalid account", "invalidaccount", "accountnotallowed", "account not permitted", "account not known"),
-    _qos: ("invalid qos", "invalidqos", "qosnotallowed", "qos not permitted", "qos not known"),
-    _time: ("requested time limit is invalid", "invalid --time", "partitiontimelimit"),
-    _feature: ("invalid feature",),
-    _reservation: ("reservation is invalid", "access/permission denied"),
-    _limits: ("job violates accounting/qos policy", "perjob", "maxwall"),
-    _nodes: (
-        "node configuration is not available",
-        "node count specification invalid",
-        "more processors requested than permitted",
-        "memory required by task is not available",
-        "invalid generic resource",
-    ),
-    _partition_limits: ("partitionconfig",),
-    _points: ("invalid job array specification",),
-    _option: ("unrecognized option", "invalid option", "invalid directive"),
-}
-
-
-def _stated(name: str, value: str | None) -> str:
-    return f"no --{name} was requested" if value is None else f"requested: --{name}={value}"
-
-
-def _requested(job: BatchJob) -> str:
-    shown = ("nodes", "gpus-per-node", "gres", "cpus-per-task", "mem", "exclusive", "time", "partition", "constraint")
-    options = [option for option in sbatch_options(job) if option[2:].partition("=")[0] in shown]
-    return "requested: " + " ".join(options)
+def _facts(job: BatchJob, found: PartitionHardware | None) -> dict[str, str]:
+    """What remedies say about the partition; empty where it is not known."""
+    facts = {"partition": shlex.quote(job.partition or "NAME"), "limit": "", "features": "", "nodes": ""}
+    if found is not None:
+        name, limit_s = found.partition.name, found.partition.max_time_s
+        facts["limit"] = "" if limit_s is None else f"{name} allows {format_duration(limit_s)}; "
+        facts["features"] = f"; those of {name} have {', '.join(found.group.features)}" if found.group.features else ""
+        facts["nodes"] = f"partition {name} has {found.group.summary}; "
+    return facts
 
 
 def _run_sbatch(

@@ -73,7 +73,7 @@ def test_every_captured_cluster_parses_and_has_a_source(cluster):
     assert len(nodes) == slurm_text(cluster, "scontrol_node.txt").count("NodeName=")
     assert len(partitions) == slurm_text(cluster, "scontrol_partition.txt").count("PartitionName=")
     assert all(node.partitions and node.ram_bytes for node in nodes.values())
-    assert all(partition.nodes and partition.num_nodes for partition in partitions)
+    assert all(partition.num_nodes for partition in partitions)
     source = slurm_text(cluster, "source.md")
     assert "https://" in source or "Slurm 22.05.8" in source or "GitHub" in source
 
@@ -165,13 +165,15 @@ def test_limits_of_partitions_and_unknown_words_are_read_as_the_worst():
     h100 = partition_of("dsai", "h100")
     assert (h100.max_nodes, h100.max_time_s) == (3, 3 * 86400)
     assert (h100.max_cpus_per_node, h100.max_ram_per_cpu_bytes, h100.num_nodes) == (128, 12000 * MIB, 16)
-    assert (h100.preemption, h100.is_oversubscribed) == (slurm.Preemption.REQUEUE, False)
+    assert not h100.is_oversubscribed
     compute = partition_of("aris", "compute")
     assert (compute.max_ram_per_node_bytes, compute.max_nodes, compute.is_default) == (507904 * MIB, None, True)
     dev = partition_of("nchc", "dev")
-    assert (dev.max_time_s, dev.preemption) == (4 * 3600, "OFF")
-    (partition,) = slurm.parse_partitions("PartitionName=a TotalNodes=1 Nodes=n1 State=PAUSED PreemptMode=MIGRATE")
-    assert (partition.state, partition.preemption) == (slurm.PartitionState.INACTIVE, slurm.Preemption.CANCEL)
+    assert dev.max_time_s == 4 * 3600
+    (partition,) = slurm.parse_partitions("PartitionName=a TotalNodes=1 State=PAUSED GraceTime=20 PreemptMode=MIGRATE")
+    assert (partition.state, partition.grace_time_s) == (slurm.PartitionState.INACTIVE, 20)
+    (partition,) = slurm.parse_partitions("PartitionName=a TotalNodes=1 Nodes=n1 GraceTime=20 PreemptMode=OFF")
+    assert partition.grace_time_s == 0, "no job is preempted"
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,12 @@ def found() -> PartitionHardware:
 
 REFUSED_HERE = [
     ({"partition": "nope"}, ("nope", "sinfo --summarize")),
-    ({"constraint": "xyz"}, ("feature", "requested: --constraint=xyz; its nodes have h100, ib")),
+    ({"constraint": "xyz"}, ("feature", "requested: --constraint=xyz\n", "those of h100 have h100, ib")),
     ({"gres": "gpu:h100:9"}, ("not available", "--gpus-per-node=h100:9", "partition h100 has 4 nodes of 8 x gpu:h100")),
     ({"num_nodes": 5}, ("Node count", "--nodes=5")),
     ({"memory_bytes": 2**50}, ("not available", "--mem=1073741824M")),
-    ({"time_limit_s": 3 * 86400}, ("time limit", "requested: 3-00:00:00; h100 allows 2-00:00:00")),
-    ({"reservation": "foo"}, ("reservation", "requested: --reservation=foo; `scontrol show reservation`")),
+    ({"time_limit_s": 3 * 86400}, ("time limit", "--time=3-00:00:00", "h100 allows 2-00:00:00")),
+    ({"reservation": "foo"}, ("reservation", "requested: --reservation=foo\n`scontrol show reservation`")),
     ({"extra": ("--foo=1",)}, ("--foo", "slurm.extra")),
 ]
 
@@ -55,8 +55,8 @@ def test_refusals_of_this_slurm_have_a_remedy(slurm: SlurmCluster, tmp_path: Pat
 # As the slurmctld of clusters with accounting answer (src/common/slurm_errno.c), some with words of their own before.
 REFUSED_ELSEWHERE = [
     ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n",
-     ("no --account ", "show assoc user=$USER`", "--account NAME")),
-    ("allocation failure: Invalid qos specification\n", ("no --qos ", "user=$USER format=account,qos", "--qos NAME")),
+     ("no --account\n", "show assoc user=$USER`", "--account NAME")),
+    ("allocation failure: Invalid qos specification\n", ("no --qos\n", "user=$USER format=account,qos", "--qos NAME")),
     ("sbatch: error: QOSMaxNodePerJobLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS "
      "policy (job submit limit, user's size and/or time limits)\n", ("sacctmgr show qos", "show assoc", "--nodes")),
     ("sbatch: error: job_submit.lua: name your project with --account\n",
