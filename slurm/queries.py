@@ -27,12 +27,29 @@ def read_nodes(environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
 
 def run_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.environ, timeout_s: float = TIMEOUT_S) -> str:
     """The output of a command of Slurm; EnvironmentFaultError if it is missing, hangs, or fails."""
+    done = call_slurm(argv, environment={**environment, "LC_ALL": "C"}, timeout_s=timeout_s)
+    if done.returncode != 0:
+        raise EnvironmentFaultError(_failure(" ".join(argv), done.stderr or done.stdout, done.returncode))
+    return done.stdout
+
+
+def call_slurm(
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    folder: str | None = None,
+    stdin: str = "",
+    if_late: str = "is the Slurm controller up, and slurm.conf in its place?",
+) -> "subprocess.CompletedProcess[str]":
+    """Runs a command of Slurm to its end, whatever its exit code; EnvironmentFaultError if it is missing or hangs."""
     command = " ".join(argv)
     try:
-        done = subprocess.run(
+        return subprocess.run(
             argv,
-            env={**environment, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
+            env=dict(environment),
+            cwd=folder,
+            input=stdin,
             capture_output=True,
             text=True,
             errors="replace",
@@ -41,18 +58,13 @@ def run_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.enviro
         )
     except FileNotFoundError:
         raise EnvironmentFaultError(
-            f"{argv[0]} is not on PATH: partitions are known on a login node, where Slurm is\n"
-            "elsewhere name the machine: --hardware 4x8xH100-SXM5-80GB"
+            f"{argv[0]} is not on PATH: Slurm's commands are on a login node of the cluster\n"
+            "elsewhere name the machine: --hardware 4x8xH100-SXM5-80GB, or train on this one: shardwise train"
         ) from None
     except OSError as error:
         raise EnvironmentFaultError(f"{command}: cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired:
-        raise EnvironmentFaultError(
-            f"{command}: no reply within {timeout_s:g} s; is the Slurm controller up, and slurm.conf in its place?"
-        ) from None
-    if done.returncode != 0:
-        raise EnvironmentFaultError(_failure(command, done.stderr or done.stdout, done.returncode))
-    return done.stdout
+        raise EnvironmentFaultError(f"{command}: no reply within {timeout_s:g} s; {if_late}") from None
 
 
 def _failure(command: str, output: str, code: int) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from shardwise.slurm.cluster import format_duration
 from shardwise.slurm.jobs import cancel, never_starts, read_reason
 from shardwise.slurm.partition_hardware import PartitionHardware
+from shardwise.slurm.queries import call_slurm
 from shardwise.slurm.sbatch import BatchJob, sbatch_options
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
@@ -62,7 +63,7 @@ def submit_script(
 def knows_pyxis(environment: Mapping[str, str] = os.environ) -> bool:
     """True if srun has the options of the container plugin."""
     try:
-        return "--container-image" in _call(("srun", "--help"), environment).stdout
+        return "--container-image" in call_slurm(("srun", "--help"), environment=environment, timeout_s=LIMIT_S).stdout
     except EnvironmentFaultError:
         return False
 
@@ -192,36 +193,16 @@ def _facts(job: BatchJob, found: PartitionHardware | None) -> dict[str, str]:
 def _run_sbatch(
     arguments: Sequence[str], job: BatchJob, environment: Mapping[str, str], *, script: str = ""
 ) -> "subprocess.CompletedProcess[str]":
-    done = _call(("sbatch", *arguments), submit_environment(environment, job), folder=job.workdir, stdin=script)
+    done = call_slurm(
+        ("sbatch", *arguments),
+        environment=submit_environment(environment, job),
+        timeout_s=LIMIT_S,
+        folder=job.workdir,
+        stdin=script,
+        if_late="see with squeue whether the job was submitted",
+    )
     if "Unable to contact slurm controller" in done.stderr:
         raise EnvironmentFaultError(
             "the controller of this cluster does not respond (`scontrol ping`); try again later"
         )
     return done
-
-
-def _call(
-    argv: Sequence[str], environment: Mapping[str, str], *, folder: str | None = None, stdin: str = ""
-) -> "subprocess.CompletedProcess[str]":
-    try:
-        return subprocess.run(
-            argv,
-            env=dict(environment),
-            cwd=folder,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except FileNotFoundError:
-        raise EnvironmentFaultError(
-            f"{argv[0]} is not here: submit on a login node of the cluster, or train on this machine: shardwise train"
-        ) from None
-    except OSError as error:
-        raise EnvironmentFaultError(f"{argv[0]} cannot be started: {error.strerror}") from error
-    except subprocess.TimeoutExpired:
-        raise EnvironmentFaultError(
-            f"{argv[0]} gave no reply within {LIMIT_S:.0f} s; check with squeue whether the job was submitted"
-        ) from None
