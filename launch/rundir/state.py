@@ -284,7 +284,8 @@ def status_of(
     plan, report = files.plan, files.report
     row = files.rows[-1] if files.rows else {}
     rate = report.tokens_per_s if report is not None and files.has_final_report else None
-    eval_loss = next((line["eval_loss"] for line in reversed(files.rows) if line.get("eval_loss") is not None), None)
+    scores = [] if report is None else [score.loss for score in report.evaluations]
+    scores += [line["eval_loss"] for line in files.rows if line.get("eval_loss") is not None]
     peaks = [line["memory_peak_bytes"] for line in files.rows if line.get("memory_peak_bytes")]
     num_steps = plan.schedule.num_steps if plan is not None else report.num_steps if report is not None else None
     is_running = judged.state is RunState.RUNNING
@@ -302,8 +303,8 @@ def status_of(
         problem=files.problem if may_be_alive and not files.has_final_report else None,
         step=files.step,
         num_steps=num_steps,
-        loss=row.get("loss"),
-        eval_loss=eval_loss,
+        loss=row.get("loss") if row or report is None else report.final_loss,
+        eval_loss=scores[-1] if scores else None,
         lr=row.get("lr"),
         tokens_per_s=rate or recent_tokens_per_s(files.rows[-NUM_RECENT_STEPS:]),
         memory_peak_bytes=max(peaks, default=None),

@@ -123,7 +123,7 @@ def _row(run: Summary) -> Row:
     if status is None:
         return row._replace(problem=run.problem or "")
     left = status.seconds_left
-    spent = None if run.is_live else run.duration_s
+    spent = status.duration_s
     of = f" of {status.num_steps:,}" if status.num_steps else ""
     return row._replace(
         state=_state_text(status.state),
@@ -131,11 +131,11 @@ def _row(run: Summary) -> Row:
         reason=status.reason,
         share=(status.step or 0) / status.num_steps if status.num_steps else 0.0,
         steps="-" if status.step is None else f"{status.step:,}{of}",
-        loss=run.loss if status.loss is None else status.loss,
+        loss=status.loss,
         spark=_spark(run.curve),
-        eval_loss=run.eval_loss if status.eval_loss is None else status.eval_loss,
-        rate=run.tokens_per_s or status.tokens_per_s,
-        seconds=run.duration_s if left is None else left,
+        eval_loss=status.eval_loss,
+        rate=status.tokens_per_s,
+        seconds=spent if left is None else left,
         time=f"{format_seconds(left)} left" if left is not None else "" if spent is None else format_seconds(spent),
         model="" if run.plan is None else _model_text(run.plan),
     )

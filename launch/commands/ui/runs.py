@@ -28,7 +28,6 @@ from shardwise.trainer.planning.page.content import Points
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import Report
 
 MOST_RUNS = 300  # in the list, the newest ones
 _MOST_FOLLOWED = 24  # whole runs in memory
@@ -46,10 +45,6 @@ class Summary(NamedTuple):
     started_s: float  # in seconds of the epoch
     status: RunStatus | None = None
     plan: Plan | None = None
-    duration_s: float | None = None  # of the attempts that ended
-    loss: float | None = None  # by the report
-    eval_loss: float | None = None  # the last one, by the report
-    tokens_per_s: float | None = None  # of all devices, by the report
     curve: Points = ()  # of the loss
     problem: str | None = None  # why there is no status
     settings: Mapping[str, Any] = {}  # of the job, by their paths
@@ -157,8 +152,7 @@ class Runs:
         status = status_of(files, liveness, now_s=time.time(), last_line=None, logs=())
         curve = loss_points(path / "metrics.jsonl")
         settings = {} if files.plan is None else settings_of(files.plan.job)
-        summary = Summary(name, started_s, status, files.plan, curve=curve, settings=settings)
-        return summary if files.report is None else _with_report(summary, files.report)
+        return Summary(name, started_s, status, files.plan, curve=curve, settings=settings)
 
 
 class _Followed:
@@ -210,15 +204,6 @@ def loss_points(path: Path) -> Points:
         return ()
     points = {float(row["step"]): row["loss"] for row in rows if row.get("loss") is not None}
     return tuple(sorted(points.items()))
-
-
-def _with_report(summary: Summary, report: Report) -> Summary:
-    return summary._replace(
-        duration_s=report.duration_s,
-        loss=report.final_loss,
-        eval_loss=report.evaluations[-1].loss if report.evaluations else None,
-        tokens_per_s=report.tokens_per_s,
-    )
 
 
 def _started_s(path: Path) -> float:

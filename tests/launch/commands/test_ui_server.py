@@ -236,7 +236,8 @@ def test_the_list_is_sorted_by_time_and_a_run_is_a_folder_of_its_own(tmp_path: P
         os.utime(run / "plan.json", (1e9 - age, 1e9 - age))
     found, total = Runs(tmp_path).summaries()
     assert [each.name for each in found] == ["new", "old"] and total == 2
-    assert found[0].loss == 4.5 and found[0].duration_s == 12.0 and not found[0].is_live
+    status = found[0].status
+    assert status is not None and (status.loss, status.duration_s) == (4.5, 12.0) and not found[0].is_live
     assert [each.name for each in Runs(tmp_path / "old").summaries()[0]] == ["old"]
     assert Runs(tmp_path / "nothing").summaries() == ([], 0)
 
@@ -246,7 +247,8 @@ def test_the_speed_in_the_list_is_that_of_all_devices(tmp_path: Path):
     rate = report.measured.speed.tokens_per_s_per_gpu
     write_run(tmp_path / "one", report=replace(report, plan=replace(report.plan, num_ranks=4)))
     ((found,), _) = Runs(tmp_path).summaries()
-    assert rate is not None and found.tokens_per_s == pytest.approx(4 * rate)
+    assert found.status is not None and rate is not None
+    assert found.status.tokens_per_s == pytest.approx(4 * rate)
 
 
 def test_a_run_in_the_list_is_live_until_its_process_ends(tmp_path: Path):

@@ -1,11 +1,12 @@
 """An argument names a run, the points of a sweep, or a job; the state follows from Slurm, the lock and the files."""
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
-from run_factory import age, write_attempt, write_report, write_start, write_submission
+from run_factory import age, metrics_row, write_attempt, write_report, write_start, write_submission
 
 from shardwise.launch.rundir.files import read_run
 from shardwise.launch.rundir.lock import CANCEL_FLAG, LockOwner
@@ -125,7 +126,12 @@ def test_a_status_has_the_figures_of_the_last_step_and_the_error_of_the_newest_a
     write_report(run_dir, Ending.FINISHED)
     found = status(run_dir, Liveness(jobs=(), ended=ended))
     assert found.ended_job == ended and found.seconds_left is None and found.phase is None
-    write_report(run_dir, Ending.FAILED, error="the disk is full")
+    assert (found.loss, found.eval_loss) == (4.97, 4.0), "the score is that of the report"
+    (run_dir / "metrics.jsonl").write_text(json.dumps({**metrics_row(3), "eval_loss": 3.5}) + "\n")
+    assert status(run_dir, NOBODY).eval_loss == 3.5
+    write_report(run_dir, Ending.FAILED, error="the disk is full", final_loss=4.5)
+    (run_dir / "metrics.jsonl").write_text("")
+    assert status(run_dir, NOBODY).loss == 4.5
     assert status(run_dir, NOBODY).error == "the disk is full"
     write_attempt(run_dir, 2, steps=[2])
     assert status(run_dir, Liveness(jobs=(RUNNING,))).error is None, "that of the attempt before"
