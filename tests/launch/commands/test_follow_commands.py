@@ -26,7 +26,6 @@ from small_terminal import SmallTerminal
 from shardwise.launch.commands.follow import run_cancel, run_logs, run_watch
 from shardwise.launch.options import CancelOptions, LogsOptions, WatchOptions
 from shardwise.launch.rundir.lock import LOCK, is_cancelled, locked, must_end_at_start
-from shardwise.launch.rundir.metrics import last_lines
 from shardwise.launch.rundir.state import RunState
 from shardwise.launch.show.follow import FOREIGN_SETTLE_S, Look, WatchedRun
 from shardwise.launch.terminal import Console
@@ -315,13 +314,6 @@ def test_new_lines_are_followed_over_attempts_to_the_end_of_the_run(logged: Path
     assert console.lines[-1] == "runs/one: finished at step 101"
     assert "rank 0 did step 99" not in console.lines, "only the last line of what was there"
     assert console.lines.count("rank 0 did step 101") == 1
-
-
-def test_last_lines_are_found_however_long_they_are(tmp_path: Path):
-    path = tmp_path / "log"
-    path.write_text("".join(f"{number} {'x' * 2000}\n" for number in range(100)))
-    assert [line.split()[0] for line in last_lines(path, 60)] == [str(number) for number in range(40, 100)]
-    assert len(last_lines(path, 500)) == 100 and last_lines(path, 0) == []
 
 
 @pytest.mark.parametrize(

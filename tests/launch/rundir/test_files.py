@@ -1,13 +1,10 @@
 """A run directory is read while it is written: incomplete lines, missing files and other versions do no harm."""
 
-import json
 from pathlib import Path
 
-import pytest
-from run_factory import age, metrics_row, write_attempt, write_checkpoint, write_report, write_start, write_submission
+from run_factory import age, write_attempt, write_checkpoint, write_report, write_start, write_submission
 
 from shardwise.launch.rundir.files import outputs_of, read_run
-from shardwise.launch.rundir.metrics import tail_lines, tail_rows
 from shardwise.trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from shardwise.trainer.spec.messages.submission import JOBS_FILE
 from shardwise.trainer.spec.report import Ending
@@ -31,27 +28,6 @@ def test_the_newest_attempt_defines_the_run(tmp_path: Path):
     assert read_run(tmp_path).heartbeat_s == (attempt / "heartbeats" / "rank-0").stat().st_mtime, "the youngest sign"
     write_report(tmp_path, Ending.FINISHED, attempt=2)
     assert read_run(tmp_path).has_final_report
-
-
-def test_only_the_end_of_a_long_file_is_read_and_lines_stay_whole(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(metrics_row(step)) + "\n" for step in range(1, 2001)))
-    rows = tail_rows(path, limit=2000)
-    assert [row["step"] for row in rows] == list(range(2001 - len(rows), 2001)) and 5 < len(rows) < 20
-    path.write_text("aaa\nbbb\nccc\n")
-    for limit, num_lines in ((7, 1), (8, 2), (12, 3), (1000, 3)):
-        assert tail_lines(path, limit=limit) == ["aaa", "bbb", "ccc"][-num_lines:]
-    assert tail_lines(tmp_path / "none") == []
-
-
-@pytest.mark.parametrize(
-    "end",
-    ['{"step": 3, "lr": "x"}\n', '{"step": 3, "los', "\n\n", "null\n", '{"step": 3} trailing\n', "\x00\x00\x00\n"],
-)
-def test_a_line_that_is_half_written_or_damaged_is_left_out(tmp_path: Path, end):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f"{json.dumps(metrics_row(1))}\n{json.dumps(metrics_row(2))}\n{end}")
-    assert [row["step"] for row in tail_rows(path)] == [1, 2]
 
 
 def test_files_of_another_version_are_as_if_they_were_not_there(tmp_path: Path):

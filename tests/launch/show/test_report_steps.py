@@ -8,7 +8,7 @@ import pytest
 from reported_run import step_rows, write_run
 from warm_python import REAL_PYTHON
 
-from shardwise.launch.rundir.metrics import MetricsTail, Step, read_steps
+from shardwise.launch.rundir.metrics import Step, read_steps
 from shardwise.launch.show.recorded_run import figures_of, last_of_each, observed, steady_steps
 from shardwise.launch.show.report import comparison_rows
 from shardwise.trainer.planning.recommend import Observed
@@ -20,46 +20,10 @@ def steps_of(rows: list[dict[str, object]]) -> tuple[Step, ...]:
     return tuple(Step(**{name: value for name, value in row.items() if name in names}) for row in rows)  # type: ignore[arg-type]
 
 
-def test_lines_that_are_cut_off_damaged_or_of_another_kind_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(
-        b'{"step": 1, "loss": 5.0, "new_figure": 3}\n\xff\n[1]\n{"loss": 1}\n{"step": 2, "loss": null}\n{"step": 3, "lo'
-    )
-    assert read_steps(path).steps == (Step(step=1, loss=5.0), Step(step=2))
-    assert read_steps(tmp_path / "none.jsonl").steps == ()
-
-
 def test_a_step_that_was_done_again_replaces_what_followed_it() -> None:
     losses = {1: (1, 3.0), 2: (2, 2.0), 3: (3, 1.0), 4: (2, 2.5)}
     steps = [Step(step=step, attempt=1 + (line > 3), loss=loss) for line, (step, loss) in losses.items()]
     assert [(step.step, step.loss) for step in last_of_each(steps)] == [(1, 3.0), (2, 2.5)]
-
-
-def test_of_a_long_run_every_spike_score_save_and_skipped_step_is_kept(tmp_path: Path) -> None:
-    """What is left out changes neither the number of steps nor their time."""
-    count, path = 60_000, tmp_path / "metrics.jsonl"
-    rows: list[dict[str, object]] = [
-        {"step": step, "loss": 4.0, "step_s": 0.5, "memory_peak_bytes": 100} for step in range(1, count + 1)
-    ]
-    rows[30_000] |= {"loss": 99.0}
-    rows[30_100] |= {"loss": None, "skipped": True, "skipped_rows": [1]}
-    rows[30_200] |= {"eval_loss": 3.0}
-    rows[30_300] |= {"checkpoint_s": 2.0}
-    rows[30_400] |= {"memory_peak_bytes": 900}
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "x" * (3 << 20) + '\n{"step": 60001}\n')
-    recorded = read_steps(path)
-    kept = {step.step: step for step in recorded.steps}
-    assert len(kept) < count / 4 and {1, 2, count, count + 1} <= kept.keys()
-    assert {30_001, 30_101, 30_201, 30_301, 30_401} <= kept.keys() and kept[30_001].loss == 99.0
-    assert (recorded.num_steps, recorded.training_s) == (count + 1, count / 2)
-    seen = observed(recorded.steps, num_steps=recorded.num_steps, training_s=recorded.training_s)
-    assert (seen.num_saves, seen.num_skipped, seen.num_steps) == (1, 1, count + 1)
-    assert seen.saving_share == pytest.approx(2 / (count / 2 + 2))
-    tail = MetricsTail(path)
-    assert {row["step"] for row in tail.read_new()} == kept.keys()
-    with path.open("a") as stream:
-        stream.write('{"step": 60002}\n')
-    assert tail.read_new() == [{"step": 60_002}]
 
 
 WITH_PEAK = """

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from run_factory import metrics_row, run_plan
 
 from shardwise.launch.rundir.files import Position, read_position
-from shardwise.launch.rundir.metrics import MetricsTail
 from shardwise.launch.show import view as live
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -233,22 +232,6 @@ def test_a_curve_of_a_hundred_thousand_steps_keeps_its_ends_and_its_mean():
     assert curve.points[-1] == live.Point(99_999, 5.0), "a run that went back draws its steps once"
     drawn = live.sparkline(retained, width=32, levels=LEVELS)
     assert drawn[0] == "1" and drawn[-1] == "8" and list(drawn) == sorted(drawn)
-
-
-def test_the_tail_returns_each_whole_step_once(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-    assert tail.read_new() == [], "no file yet"
-    for text, rows in (
-        ('{"step": 1}\n{"step": 2}\n{"step"', [{"step": 1}, {"step": 2}]),
-        (": 3}\n", [{"step": 3}]),
-        ('{"step": 1, "lo{"step": 2}\n\n[1]\n{"step": "x"}\n{"loss": 1.0}\n\xff\xfe\n{"step": 4}\n', [{"step": 4}]),
-    ):
-        with path.open("a", encoding="latin-1") as stream:
-            stream.write(text)
-        assert tail.read_new() == rows
-    path.write_text('{"step": 7}\n')
-    assert tail.read_new() == [{"step": 7}], "written anew"
 
 
 @pytest.mark.parametrize(("phase", "shown"), [("backward", "training"), ("on_step", "training"), ("saving", "saving")])

@@ -35,6 +35,13 @@ def test_each_line_is_read_once_with_its_place(run_dir):
         stream.write(b'"loss": 2.0}\n')
     assert places(reader) == [(6, 7)], "a line that was half written"
     assert places(reader) == []
+    for chunk in (b"x" * (3 << 20), b"x" * 5 + b'\n{"step": 8}\n'):
+        with (run_dir / "metrics.jsonl").open("ab") as stream:
+            stream.write(chunk)
+        found = places(reader)
+    assert found == [(8, 8)] == places(RunReader(run_dir, first_attempt=1))[-1:], (
+        "a line that is too long has its place"
+    )
 
 
 def test_the_first_of_several_lines_without_a_finite_loss_is_an_incident(run_dir):
