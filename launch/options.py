@@ -338,12 +338,10 @@ class DoctorOptions(Struct, frozen=True):
 
 
 class CacheOptions(Struct, frozen=True):
-    prune: Annotated[bool, _switch("--prune", "free what is stale and can be made again")] = False
-    older_than_days: Annotated[
-        int | None,
-        _Argument("--older-than", type=_count, metavar="DAYS", help="what was unused for so long; default: 30"),
-    ] = None
-    dry_run: Annotated[bool, _switch("--dry-run", "with --prune: show it, free nothing")] = False
+    remove: Annotated[
+        Sequence[str],
+        _Argument("--rm", nargs="+", metavar="NAME", help="remove folders or entries, e.g. data operators/NAME"),
+    ] = ()
     as_json: _Json = False
 
 
@@ -508,7 +506,9 @@ COMMANDS = {
         DoctorOptions, "doctor.command:run_doctor", "problems here that would make training fail or slow, with remedies"
     ),
     "cache": Command(
-        CacheOptions, "commands.cache:run_cache", "list what is stored outside of runs, and free what can be made again"
+        CacheOptions,
+        "commands.cache:run_cache",
+        "list what is stored outside of runs, or remove what can be made again",
     ),
     "report": Command(ReportOptions, "commands.report:run_report", "predicted and measured figures of runs"),
     "ui": Command(
@@ -534,6 +534,14 @@ COMMANDS = {
         needs_output=False,
     ),
     "schema": Command(SchemaOptions, "commands.housekeeping:run_schema", "print the JSON Schema of the job file"),
+}
+
+
+REPLACED = {  # commands and options of the last version, and what replaces them
+    **dict.fromkeys(
+        ("cache --prune", "cache --older-than", "cache --dry-run"),
+        "`shardwise cache` lists sizes and last use, and `shardwise cache --rm NAME ...` removes what it names",
+    ),
 }
 
 
@@ -592,6 +600,8 @@ def parse_command_line(arguments: list[str]) -> tuple[Command, Any]:
     first = arguments[0] if arguments else ""
     if first not in COMMANDS and first[:1] not in ("", "-"):
         meant = close_matches(first, COMMANDS)
+        if first in REPLACED:
+            raise InputError(f"shardwise {first} is replaced: {REPLACED[first]}")
         hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(COMMANDS)}"
         raise InputError(f"{first[:60]} is no command; {hint}")
     found, rest = build_parser([first] if first in COMMANDS else COMMANDS).parse_known_args(arguments)
@@ -599,6 +609,9 @@ def parse_command_line(arguments: list[str]) -> tuple[Command, Any]:
     name = given.pop("command")
     unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in given]
     if unknown:
+        for option in (f"{name} {argument.partition('=')[0]}" for argument in unknown):
+            if option in REPLACED:
+                raise InputError(f"shardwise {option} is replaced: {REPLACED[option]}")
         hint = _settings_meant(arguments, unknown) if "overrides" in given else ""
         raise InputError(f"unrecognized arguments: {' '.join(unknown)}; {hint or f'see shardwise {name} --help'}")
     if rest:

@@ -1,23 +1,15 @@
-"""`shardwise cache`: lists what is stored outside of run directories; `--prune` frees stale entries.
+"""`shardwise cache`: lists what is stored outside of run directories, and what for; `--rm` removes folders or entries.
 
-    <cache>/data/FINGERPRINT       prepared data           locks/FINGERPRINT is held while it is made
-    <cache>/data/.partial-...      a preparation at work, or one that was killed
-    <cache>/streams/NAME           windows of a stream     locks/NAME is held by its run
-    <cache>/models/KEY             models with room for new tokens; `.KEY.PID` is one being written
-    <cache>/traces/KEY.json        shapes of models that were traced, for one set of versions
-    <cache>/operators/NAME         DeepSpeed's operators, for one set of versions, one CPU and one environment
-    <cache>/trials/NAME            logs of candidates that failed a trial
-    <cache>/fp8/KEY.json           measured gains of FP8
-    <scratch>/shardwise/staged/... copies on a node's own disk (slurm.stage)
-    <state>/calibration.jsonl      measurements of runs
+    <cache>/data/FINGERPRINT       locks/FINGERPRINT is held while it is made, as `.partial-FINGERPRINT`
+    <cache>/streams/NAME           locks/NAME is held by its run
+    <cache>/models/KEY             `.KEY.PID` is one being written
+    <cache>/operators/NAME         NAME/.builder is held while they are compiled
+    <scratch>/shardwise/staged/... `.lock` is held while files are copied
 
-An entry is stale if it can be made again and is of no use as it is: leftovers of killed processes, operators for other
-versions or another CPU, and entries unused for some days. Calibration and timings are never stale. An entry is in use
-if a process of this machine has it open or mapped, or holds its lock (flock). Last use is the latest read or write
-that the file system records; one mounted with `noatime` records no reads.
-
-A stale entry is freed while its lock is held, after a second check. A folder is renamed first, so that no reader ever
-sees half of it; after a kill it is a leftover under its new name. The hub's cache is listed with its own command.
+Only entries that a listing finds are removed, and links are not followed. An entry in use stays: its lock (flock) is
+held, or a process of this machine has it open or mapped. On a disk of several machines, whose processes are not
+visible, an entry stays until it was unused for 30 days. A folder is renamed while its lock is held and then removed, so
+that no reader sees half of it. Calibration and the hub's cache are listed and never removed.
 """
 
 import fcntl
@@ -26,434 +18,283 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from enum import StrEnum
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from shardwise.launch.engine.operators import extensions_dir, find_stale_locks
+from msgspec.structs import replace
+
 from shardwise.launch.inputs.hub import hub_cache
 from shardwise.launch.job import cache_home, config_home, site_config, state_home
 from shardwise.launch.job.layers import read_personal_folders
 from shardwise.launch.options import CacheOptions
-from shardwise.launch.plan.gather import recorded_versions
 from shardwise.launch.probe.disks import mount_of
-from shardwise.launch.probe.host import parse_mountinfo, read_host, read_text
+from shardwise.launch.probe.host import parse_mountinfo, read_text
 from shardwise.launch.rundir.process_record import read_records, read_state
 from shardwise.launch.terminal import Console
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.units import format_bytes
 from shardwise.trainer.spec.value import Value
 
-DEFAULT_DAYS = 30
 DAY_S = 86400.0
-_WRITING = re.compile(r"\..+\.[0-9a-f]{8}")  # of codec.write_bytes
+_HELD = "a process makes or uses it"
+_SHARED_DAYS = 30
 _EXTENDING = re.compile(r"\.[0-9a-f]{32}\.(\d+)")  # of extend_vocabulary
-_REMOVING = ".partial-"  # of data: a prefix that `data_cache` and the next prune treat as abandoned
+_REMOVING = ".partial-"  # of data: a prefix that `data_cache` treats as abandoned
 _SHARED = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb3", "fuse.sshfs"}
 )
-
-
-class Kind(StrEnum):
-    """In the order that they are shown."""
-
-    DATA = "prepared data"
-    STREAM = "stream windows"
-    MODEL = "extended models"
-    TRACE = "traced models"
-    OPERATORS = "operators"
-    TRIALS = "failed trials"
-    STAGED = "staged copies"
-    LEFTOVER = "leftovers"
-    FP8 = "FP8 timings"
-    CALIBRATION = "calibration"
-    OTHER = "other files"
-    HUB = "hub's cache"
-
-
-class State(StrEnum):
-    """Treatment of an entry by `--prune`."""
-
-    RETAINED = "kept"
-    HELD = "in use"
-    STALE = "stale"
+FOLDERS = {  # that `--rm` may name, and what each is for
+    "data": "prepared data, rows of token ids",
+    "streams": "windows of running streams",
+    "models": "models with rows for new tokens",
+    "traces": "shapes of models that were traced",
+    "operators": "DeepSpeed's operators, compiled for one machine and its versions",
+    "trials": "logs of candidates that failed a trial",
+    "fp8": "measured gains of FP8",
+    "staged": "copies on this node's own disk (slurm.stage)",
+}
+RETAINED = {  # that it may not
+    "calibration": "measurements of runs, which correct plans",
+    "hub": "the Hugging Face hub's cache, which other programs use too: hf cache ls, hf cache rm, hf cache prune",
+    "other": "not made by this version",
+}
 
 
 class Entry(Value, frozen=True, kw_only=True):
     """One file or folder that is stored."""
 
-    kind: Kind
+    folder: str  # of FOLDERS or RETAINED
     path: str
     num_bytes: int
-    num_files: int
     last_used_s: float  # seconds of the epoch
-    state: State
-    why: str = ""
-    lock: str | None = None  # held by a process while it makes or uses the entry
+    in_use: str | None = None  # the reason why it stays
+
+    @property
+    def name(self) -> str:
+        """The argument of `--rm`."""
+        return f"{self.folder}/{Path(self.path).name}"
 
 
 class CacheResult(Value, frozen=True, kw_only=True):
-    """Output of `--json`: the entries found, and those that were freed."""
+    """Output of `--json`: the entries found, and those of them that were removed."""
 
     entries: tuple[Entry, ...]
-    freed: tuple[str, ...] = ()
-    freed_bytes: int = 0
+    removed: tuple[str, ...] = ()
 
 
-class Extent(Value, frozen=True, kw_only=True):
-    """Size and times of a file or a folder."""
-
-    num_bytes: int
-    num_files: int
-    last_written_s: float  # of the epoch
-    last_used_s: float  # written or read
-
-
-class Storage(Value, frozen=True, kw_only=True):
-    """The file system below a folder."""
-
-    is_shared: bool  # other machines may use its files
-    keeps_reads: bool
-
-
-class Scan(Value, frozen=True, kw_only=True):
-    """Folders to list, and the current versions."""
+class Places(NamedTuple):
+    """Folders of a user on this machine."""
 
     cache: Path
     state: Path
     hub: Path
-    scratch: Path | None = None
-    operators: Path  # the folder of the operators for this environment
-    older_than_days: int = 30
-    is_age_stated: bool = False  # by the command line
-    storage: Storage
-    used: frozenset[str]  # paths that processes have open
-    now_s: float
+    scratch: Path | None
+    is_shared: bool  # other machines may use the files of the cache
+    keeps_reads: bool  # its disk records times of reading
 
 
 def run_cache(options: CacheOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
-    """Lists or frees entries; EnvironmentFaultError, after the others are freed, for those that cannot be removed."""
-    if options.dry_run and not options.prune:
-        raise InputError("--dry-run shows what --prune would free: shardwise cache --prune --dry-run")
-    entries = read_entries(read_scan(options, environment))
-    stale = tuple(entry for entry in entries if entry.state is State.STALE)
-    freed, problems = prune(stale) if options.prune and not options.dry_run else ((), ())
+    """Lists or removes entries; EnvironmentFaultError, after the others are removed, for those that stay."""
+    places = read_places(environment)
+    entries = read_entries(places)
+    chosen = _chosen(options.remove, entries)
+    removed, problems = remove_entries(chosen)
     if options.as_json:
-        result = CacheResult(
-            entries=entries,
-            freed=tuple(entry.path for entry in freed),
-            freed_bytes=sum(entry.num_bytes for entry in freed),
-        )
-        console.json(result)
-    elif not options.prune:
-        console.line(render_entries(entries, now_s=time.time()))
+        console.json(CacheResult(entries=entries, removed=tuple(entry.path for entry in removed)))
+    elif options.remove:
+        lines = [f"{format_bytes(entry.num_bytes):>9}  {entry.name}" for entry in removed]
+        console.line("\n".join([*lines, f"removed {format_bytes(sum(entry.num_bytes for entry in removed))}"]))
     else:
-        console.line(_render_freed(stale if options.dry_run else freed, "would free" if options.dry_run else "freed"))
+        console.line(render_entries(entries, now_s=time.time()))
     if problems:
-        raise EnvironmentFaultError("\n".join([*problems[:2], "make them yours (sudo chown -R $USER), or remove them"]))
+        more = [f"and {len(problems) - 2} more"] if len(problems) > 2 else []
+        raise EnvironmentFaultError("\n".join([*problems[:2], *more]))
     return ExitCode.DONE
 
 
-def read_scan(options: CacheOptions, environment: Mapping[str, str]) -> Scan:
-    """The user's folders, and the current versions of this machine."""
+def read_places(environment: Mapping[str, str]) -> Places:
+    """The user's folders on this machine."""
     named = read_personal_folders(config_home=config_home(environment), site_config=site_config(environment))
     cache = cache_home(environment, configured=named.get("cache"))
     hub_home, scratch = named.get("huggingface"), named.get("scratch")
-    return Scan(
+    mount = mount_of(cache.absolute(), parse_mountinfo(read_text(Path("/proc/self/mountinfo"))))
+    return Places(
         cache=cache,
         state=state_home(environment),
         hub=hub_cache(Path(hub_home) if hub_home else None, environment),
         scratch=Path(scratch) if scratch else None,
-        operators=extensions_dir(cache, recorded_versions(), read_host().cpu_flags),
-        older_than_days=DEFAULT_DAYS if options.older_than_days is None else options.older_than_days,
-        is_age_stated=options.older_than_days is not None,
-        storage=read_storage(cache),
-        used=used_paths(),
-        now_s=time.time(),
+        is_shared=mount is not None and mount.filesystem in _SHARED,
+        keeps_reads=mount is None or "noatime" not in mount.options,
     )
+
+
+def read_entries(places: Places) -> tuple[Entry, ...]:
+    """Every entry, by folder, the largest first."""
+    used, order = used_paths(), [*FOLDERS, *RETAINED]
+    entries = (_entry(folder, path, places, used) for folder, path in _stored(places))
+    return tuple(sorted(entries, key=lambda entry: (order.index(entry.folder), -entry.num_bytes, entry.path)))
+
+
+def _stored(places: Places) -> Iterator[tuple[str, Path]]:
+    """Folder and path of every entry."""
+    for folder in FOLDERS:
+        root = places.cache / folder
+        if folder == "staged":
+            if places.scratch is None:
+                continue
+            root = places.scratch / "shardwise" / "staged"
+        yield from ((folder, path) for path in _entries(root) if path.name not in ("locks", "index"))
+    others = [("other", path) for path in _entries(places.cache) if path.name not in FOLDERS]
+    for folder, path in (("calibration", places.state / "calibration.jsonl"), ("hub", places.hub), *others):
+        if path.exists():
+            yield folder, path
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # not there, or not ours
+        return []
+
+
+def _entry(folder: str, path: Path, places: Places, used: frozenset[str]) -> Entry:
+    num_bytes, last_used_s = read_extent(path)
+    entry = Entry(folder=folder, path=str(path), num_bytes=num_bytes, last_used_s=last_used_s)
+    if folder in RETAINED:
+        return entry
+    with _held_lock(_lock_of(entry)) as is_free:
+        reason = None if is_free else _HELD
+    return replace(entry, in_use=reason or _use_of(entry, used) or _use_elsewhere(entry, places))
+
+
+def _lock_of(entry: Entry) -> Path | None:
+    """The lock that a process holds while it makes or uses the entry."""
+    path = Path(entry.path)
+    if entry.folder in ("data", "streams"):
+        return path.with_name("locks") / path.name.removeprefix(_REMOVING)
+    return {"operators": path / ".builder", "staged": path / ".lock"}.get(entry.folder)
+
+
+def _use_of(entry: Entry, used: frozenset[str]) -> str | None:
+    """How a process of this machine uses an entry whose lock is free; None if none does."""
+    path = Path(entry.path)
+    if is_used(path, used):
+        return "a process has it open"
+    writer = _EXTENDING.fullmatch(path.name) if entry.folder == "models" else None
+    if writer is not None and read_state(int(writer[1])) is not None:
+        return "it is being written"
+    records = path.glob("*/attempts/*/pids") if entry.folder == "trials" else ()
+    is_at_work = any(record.is_alive for pids in records for record in read_records(pids).values())
+    return "it is at work" if is_at_work else None
+
+
+def _use_elsewhere(entry: Entry, places: Places) -> str | None:
+    """Why other machines may use an entry that they need not lock; None if it was unused for long."""
+    if not places.is_shared or entry.folder in ("streams", "staged"):
+        return None
+    if not places.keeps_reads:
+        return "other machines may use it: its disk records no times of reading"
+    is_recent = time.time() - entry.last_used_s < _SHARED_DAYS * DAY_S
+    return f"other machines may use it: last used less than {_SHARED_DAYS} days ago" if is_recent else None
+
+
+def _chosen(names: Sequence[str], entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The entries that are named, alone or with their folder; InputError for a name that is not stored."""
+    chosen = []
+    for name in names:
+        folder = name.partition("/")[0]
+        if folder in RETAINED:
+            raise InputError(f"--rm {name}: shardwise does not remove it ({RETAINED[folder]})")
+        found = [entry for entry in entries if name.rstrip("/") in (entry.folder, entry.name)]
+        if folder not in FOLDERS or (not found and name.rstrip("/") != folder):
+            raise InputError(f"--rm {name}: is not stored; `shardwise cache` lists the folders and their entries")
+        chosen += found
+    return tuple(dict.fromkeys(chosen))
 
 
 def render_entries(entries: Sequence[Entry], *, now_s: float) -> str:
-    """By kind, each entry with its size, its last use and its state."""
+    """By folder, what it is for and each entry with its size and its last use."""
     lines: list[str] = []
-    for kind in Kind:
-        own = [entry for entry in entries if entry.kind is kind]
+    for folder, purpose in (FOLDERS | RETAINED).items():
+        own = [entry for entry in entries if entry.folder == folder]
         if own:
-            lines.append(f"{kind}: {format_bytes(sum(entry.num_bytes for entry in own))}")
+            lines.append(f"{format_bytes(sum(entry.num_bytes for entry in own)):>9}  {folder}: {purpose}")
             lines += [f"  {_line(entry, now_s)}" for entry in own]
-    stale = [entry for entry in entries if entry.state is State.STALE]
     if not lines:
         return "nothing is stored"
-    size = format_bytes(sum(entry.num_bytes for entry in stale))
-    can = f"{size} in {_counted(len(stale))} can be freed: shardwise cache --prune" if stale else "nothing is stale"
-    return "\n".join([*lines, "", can])
+    return "\n".join([*lines, "", "to remove folders or entries: shardwise cache --rm data operators/NAME"])
 
 
 def _line(entry: Entry, now_s: float) -> str:
-    state = "" if entry.state is State.RETAINED else f"{entry.state}: "
-    reason = f"  ({state}{entry.why})" if entry.why else ""
-    return f"{format_bytes(entry.num_bytes):>9}  {_ago(now_s - entry.last_used_s):>14}  {entry.path}{reason}"
+    days = int(max(0.0, now_s - entry.last_used_s) // DAY_S)
+    used = "used today" if days == 0 else f"{days} day{'s' if days > 1 else ''} ago"
+    name = entry.name if entry.folder in FOLDERS else entry.path
+    reason = "" if entry.in_use is None else f"  ({entry.in_use})"
+    return f"{format_bytes(entry.num_bytes):>9}  {used:>13}  {name}{reason}"
 
 
-def _ago(seconds: float) -> str:
-    days = int(max(0.0, seconds) // DAY_S)
-    return "used today" if days == 0 else f"{days} day{'s' if days > 1 else ''} ago"
-
-
-def _render_freed(entries: Sequence[Entry], verb: str) -> str:
-    if not entries:
-        return "nothing is stale"
-    lines = [f"{format_bytes(entry.num_bytes):>9}  {entry.path}  ({entry.why})" for entry in entries]
-    return "\n".join([*lines, f"{verb} {format_bytes(sum(entry.num_bytes for entry in entries))} in "
-                              f"{_counted(len(entries))}"])  # fmt: skip
-
-
-def _counted(number: int) -> str:
-    return f"{number} entr{'y' if number == 1 else 'ies'}"
-
-
-def read_entries(scan: Scan) -> tuple[Entry, ...]:
-    """Every entry, by kind, the largest first."""
-    found = [*_data(scan), *_streams(scan), *_models(scan), *_traces(scan), *_operators(scan)]
-    found += [*_trials(scan), *_staged(scan), *_leftovers(scan), *_never_freed(scan)]
-    order = list(Kind)
-    return tuple(sorted(found, key=lambda entry: (order.index(entry.kind), -entry.num_bytes, entry.path)))
-
-
-def _data(scan: Scan) -> Iterator[Entry]:
-    root = scan.cache / "data"
-    for path in _entries(root, but=("locks", "index")):
-        if path.name.startswith(".partial-"):
-            lock = root / "locks" / path.name.removeprefix(".partial-")
-            if is_lock_free(lock):
-                yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "a preparation that was cut off", lock)
-            else:
-                yield _entry(scan, Kind.DATA, path, State.HELD, "is being prepared", lock)
-        elif path.is_dir():
-            yield _by_age(scan, Kind.DATA, path, root / "locks" / path.name)
-
-
-def _streams(scan: Scan) -> Iterator[Entry]:
-    root = scan.cache / "streams"
-    for path in _entries(root, but=("locks",)):
-        lock = root / "locks" / path.name
-        state, why = (State.STALE, "its run has ended") if is_lock_free(lock) else (State.HELD, "its run is at work")
-        yield _entry(scan, Kind.STREAM, path, state, why, lock)
-
-
-def _models(scan: Scan) -> Iterator[Entry]:
-    for path in _entries(scan.cache / "models"):
-        writer = _EXTENDING.fullmatch(path.name)
-        if writer is None:
-            yield _by_age(scan, Kind.MODEL, path, None)
-        elif scan.storage.is_shared and not _is_old(scan, path, days=1):
-            yield _entry(scan, Kind.MODEL, path, State.HELD, "is being written, perhaps on another machine")
-        elif read_state(int(writer[1])) is not None:
-            yield _entry(scan, Kind.MODEL, path, State.HELD, "is being written")
-        else:
-            yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "a model whose writing was cut off")
-
-
-def _traces(scan: Scan) -> Iterator[Entry]:
-    for path in _entries(scan.cache / "traces"):
-        if not _WRITING.fullmatch(path.name):
-            yield _by_age(scan, Kind.TRACE, path, None)
-
-
-def _operators(scan: Scan) -> Iterator[Entry]:
-    for path in _entries(scan.cache / "operators"):
-        lock = path / ".builder"
-        if path == scan.operators:
-            is_free = is_lock_free(lock)
-            reason = "for this environment" if is_free else "are being built"
-            yield _entry(scan, Kind.OPERATORS, path, State.RETAINED if is_free else State.HELD, reason, lock)
-        elif _without_environment(path.name) == _without_environment(scan.operators.name):
-            yield _by_age(scan, Kind.OPERATORS, path, lock)
-        elif scan.storage.is_shared and not _is_old(scan, path, days=1):
-            why = "used within a day, perhaps on another machine"
-            yield _entry(scan, Kind.OPERATORS, path, State.RETAINED, why, lock)
-        else:
-            yield _unless_held(scan, Kind.OPERATORS, path, lock, "for other versions or another CPU")
-        for stale in find_stale_locks(path):
-            yield _entry(scan, Kind.LEFTOVER, stale, State.STALE, "the lock of a build that was killed", None)
-
-
-def _trials(scan: Scan) -> Iterator[Entry]:
-    for path in _entries(scan.cache / "trials"):
-        records = [record for pids in path.glob("*/attempts/*/pids") for record in read_records(pids).values()]
-        if any(record.is_alive for record in records):
-            yield _entry(scan, Kind.TRIALS, path, State.HELD, "is at work")
-        else:
-            yield _by_age(scan, Kind.TRIALS, path, None)
-
-
-def _staged(scan: Scan) -> Iterator[Entry]:
-    if scan.scratch is None:
-        return
-    for path in _entries(scan.scratch / "shardwise" / "staged"):
-        yield _by_age(scan, Kind.STAGED, path, path / ".lock")
-
-
-def _leftovers(scan: Scan) -> Iterator[Entry]:
-    """Files that were being replaced when their writer ended, and locks of data that was removed."""
-    for folder in (scan.cache / "data" / "index", scan.cache / "fp8", scan.cache / "traces", scan.state):
-        for path in _entries(folder):
-            if _WRITING.fullmatch(path.name) and _is_old(scan, path, days=1):
-                yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "a file whose writing was cut off")
-    locks = scan.cache / "data" / "locks"
-    for path in _entries(locks):
-        is_orphan = not any((locks.parent / name).exists() for name in (path.name, f".partial-{path.name}"))
-        if is_orphan and _is_old(scan, path, days=1) and is_lock_free(path):
-            yield _entry(scan, Kind.LEFTOVER, path, State.STALE, "the lock of data that was removed", path)
-
-
-def _never_freed(scan: Scan) -> Iterator[Entry]:
-    known = ("data", "streams", "models", "traces", "operators", "trials", "fp8")
-    others = [(Kind.OTHER, path, "not of a kind that this version makes") for path in _entries(scan.cache, but=known)]
-    for kind, path, why in (
-        (Kind.FP8, scan.cache / "fp8", "measured"),
-        (Kind.CALIBRATION, scan.state / "calibration.jsonl", "measured by runs; plans are corrected by it"),
-        (Kind.HUB, scan.hub, "other programs use it: hf cache ls, hf cache rm, hf cache prune"),
-        *others,
-    ):
-        if path.exists():
-            yield _entry(scan, kind, path, State.RETAINED, why)
-
-
-def last_used_s(kind: Kind, path: Path) -> float:
-    """Time of the last use; for a trial that of the last write, because a look at its state reads its files."""
-    extent = read_extent(path)
-    return extent.last_written_s if kind is Kind.TRIALS else extent.last_used_s
-
-
-def _by_age(scan: Scan, kind: Kind, path: Path, lock: Path | None) -> Entry:
-    """An entry that is stale once it was unused for some days."""
-    if not _is_old(scan, path, days=scan.older_than_days, kind=kind):
-        return _entry(scan, kind, path, State.RETAINED, "", lock)
-    if not scan.storage.keeps_reads and not scan.is_age_stated:
-        reason = "the disk records no times of reading (noatime): --older-than uses those of writing"
-        return _entry(scan, kind, path, State.RETAINED, reason, lock)
-    return _unless_held(scan, kind, path, lock, f"not used for {scan.older_than_days} days")
-
-
-def _unless_held(scan: Scan, kind: Kind, path: Path, lock: Path | None, why: str) -> Entry:
-    if lock is not None and not is_lock_free(lock):
-        return _entry(scan, kind, path, State.HELD, "its lock is held", lock)
-    return _entry(scan, kind, path, State.STALE, why, lock)
-
-
-def _entry(scan: Scan, kind: Kind, path: Path, state: State, why: str = "", lock: Path | None = None) -> Entry:
-    extent = read_extent(path)
-    if state is State.STALE and is_used(path, scan.used):
-        state, why = State.HELD, "a process has it open"
-    return Entry(
-        kind=kind,
-        path=str(path),
-        num_bytes=extent.num_bytes,
-        num_files=extent.num_files,
-        last_used_s=last_used_s(kind, path),
-        state=state,
-        why=why,
-        lock=None if lock is None else str(lock),
-    )
-
-
-def _is_old(scan: Scan, path: Path, *, days: int, kind: Kind = Kind.OTHER) -> bool:
-    return scan.now_s - last_used_s(kind, path) >= days * DAY_S
-
-
-def _without_environment(name: str) -> str:
-    return name.rpartition("-env-")[0]
-
-
-def _entries(folder: Path, *, but: tuple[str, ...] = ()) -> Iterator[Path]:
-    try:
-        yield from sorted(path for path in folder.iterdir() if path.name not in but)
-    except OSError:  # not there, or not ours
-        return
-
-
-def prune(entries: tuple[Entry, ...]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-    """The stale entries that were freed, and the reason for each that was not."""
-    freed, problems, used = [], [], used_paths()
+def remove_entries(entries: Sequence[Entry]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+    """The entries that were removed, and the reason for each that was not."""
+    removed, problems = [], []
     for entry in entries:
         try:
-            if not is_used(Path(entry.path), used) and _remove(entry):
-                freed.append(entry)
+            reason = entry.in_use or _remove(entry)
         except OSError as error:
-            problems.append(f"{entry.path}: {error.strerror}")
-    return tuple(freed), tuple(problems)
+            reason = f"{error.strerror}; make it yours (sudo chown -R $USER), or remove it"
+        if reason is None:
+            removed.append(entry)
+        else:
+            problems.append(f"{entry.path}: {reason}")
+    return tuple(removed), tuple(problems)
 
 
-def _remove(entry: Entry) -> bool:
-    """False if another process holds the lock, or has used or removed the entry, meanwhile."""
-    path = Path(entry.path)
-    with ExitStack() as held:
-        if entry.lock is not None and not held.enter_context(held_lock(Path(entry.lock))):
-            return False
-        if not (path.exists() or path.is_symlink()) or last_used_s(entry.kind, path) > entry.last_used_s:
-            return False
+def _remove(entry: Entry) -> str | None:
+    """Removes an entry unless a process uses it since it was listed; returns the reason why it stays."""
+    path, lock, used = Path(entry.path), _lock_of(entry), used_paths()  # before this process has the lock open
+    with _held_lock(lock) as is_free:
+        reason = _use_of(entry, used) if is_free else _HELD
+        if reason is not None or not os.path.lexists(path):
+            return reason
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(_renamed(entry, path))
+            shutil.rmtree(_renamed(path))
         else:
             path.unlink()
-        if entry.lock is not None and Path(entry.lock).parent.name == "locks":
-            Path(entry.lock).unlink(missing_ok=True)
-    return True
+        if lock is not None and lock.parent.name == "locks":
+            lock.unlink(missing_ok=True)
+    return None
 
 
-def _renamed(entry: Entry, path: Path) -> Path:
+def _renamed(path: Path) -> Path:
     """The folder, renamed so that no reader finds it."""
-    if entry.kind is not Kind.DATA:
+    if path.name.startswith(_REMOVING):
         return path
     removing = path.with_name(f"{_REMOVING}{path.name}")
     shutil.rmtree(removing, ignore_errors=True)
     return path.rename(removing)
 
 
-def read_extent(path: Path) -> Extent:
-    """Sizes and times of everything below a path; links are not followed, and a file with two names counts once."""
-    seen: set[tuple[int, int]] = set()
-    num_bytes, written, used = 0, 0.0, 0.0
+def read_extent(path: Path) -> tuple[int, float]:
+    """Bytes and last use (written or read) of a path and all below; no links are followed, no file counts twice."""
+    sizes: dict[tuple[int, int], int] = {}
+    used_s = 0.0
     for status in _statuses(path):
-        key = (status.st_dev, status.st_ino)
-        if key not in seen:
-            seen.add(key)
-            num_bytes += status.st_size
-            written = max(written, status.st_mtime)
-            used = max(used, status.st_mtime, status.st_atime)
-    empty_s = 0.0 if seen else _changed_s(path)
-    return Extent(
-        num_bytes=num_bytes, num_files=len(seen), last_written_s=written or empty_s, last_used_s=used or empty_s
-    )
+        sizes[status.st_dev, status.st_ino] = status.st_size
+        used_s = max(used_s, status.st_mtime, status.st_atime)
+    return sum(sizes.values()), used_s
 
 
 def _statuses(path: Path) -> Iterator[os.stat_result]:
-    if path.is_symlink() or not path.is_dir():
-        yield path.lstat()
-        return
-    for folder, _, names in os.walk(path):
+    """Of a file, or of the files below a folder; of a folder without files its own."""
+    is_empty = True
+    for folder, _, names in () if path.is_symlink() else os.walk(path):
         for name in names:
-            try:
+            with suppress(OSError):  # removed meanwhile
                 yield Path(folder, name).lstat()
-            except OSError:  # removed meanwhile
-                continue
-
-
-def _changed_s(path: Path) -> float:
-    """Time at which the folder itself last changed; 0 if it was removed."""
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def read_storage(folder: Path) -> Storage:
-    """Properties of the file system that holds `folder`; the folder need not exist."""
-    mount = mount_of(folder.absolute(), parse_mountinfo(read_text(Path("/proc/self/mountinfo"))))
-    if mount is None:
-        return Storage(is_shared=False, keeps_reads=True)
-    return Storage(is_shared=mount.filesystem in _SHARED, keeps_reads="noatime" not in mount.options)
+                is_empty = False
+    if is_empty:
+        with suppress(OSError):
+            yield path.lstat()
 
 
 def used_paths() -> frozenset[str]:
@@ -483,27 +324,17 @@ def is_used(path: Path, used: frozenset[str]) -> bool:
 
 
 @contextmanager
-def held_lock(path: Path) -> Iterator[bool]:
-    """True if the lock was free; the block then holds it. A lock file that does not exist is free."""
-    if not path.is_file():
+def _held_lock(path: Path | None) -> Iterator[bool]:
+    """True if the lock was free; the block then holds it. A lock without a file is free, one that is not ours held."""
+    if path is None or not path.is_file():
         yield True
         return
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with ExitStack() as opened:
         try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            opened.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:
             yield False
             return
         yield True
-    finally:
-        os.close(descriptor)
-
-
-def is_lock_free(path: Path) -> bool:
-    """True if no process holds the lock; one that cannot be opened counts as held."""
-    try:
-        with held_lock(path) as is_free:
-            return is_free
-    except OSError:
-        return False

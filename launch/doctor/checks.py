@@ -281,7 +281,7 @@ def check_disk(machine: Machine) -> Iterator[Finding]:
             continue
         room = read_room(folder, machine.environment, root=machine.root)
         stated = f"{folder}: {format_bytes(room.free_bytes)} {room.bytes_limit}"
-        remedy = f"make room (shardwise cache --prune, hf cache prune), or name another folder with {_NAMED_BY[what]}"
+        remedy = f"make room (shardwise cache, hf cache prune), or name another folder with {_NAMED_BY[what]}"
         if room.free_bytes < LEAST_ROOM_BYTES:
             yield fault(f"{stated}; {what} needs more than that", remedy)
         elif room.free_bytes < LITTLE_ROOM_BYTES:

@@ -1,4 +1,4 @@
-"""`shardwise cache`: what is listed, what is freed, and what never is."""
+"""`shardwise cache`: what is listed, what `--rm` removes, and what stays."""
 
 import fcntl
 import io
@@ -11,25 +11,18 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 from prepare_request_factory import listed_request, make_old, numbered_text
 from report_factory import record_of as calibration_record
 
-from shardwise.launch.commands.cache import Kind, State, Storage, prune, read_entries, read_extent, read_scan, run_cache
-from shardwise.launch.engine.operators import extensions_dir
+from shardwise.launch.commands.cache import read_entries, read_places, remove_entries, run_cache
 from shardwise.launch.inputs.prepare_data import prepare_data
-from shardwise.launch.options import CacheOptions
+from shardwise.launch.options import CacheOptions, parse_command_line
 from shardwise.launch.plan.calibration_store import append_calibration
-from shardwise.launch.plan.gather import recorded_versions
-from shardwise.launch.probe.host import read_host
 from shardwise.launch.rundir.process_record import ProcessRecord, record_of, write_record
 from shardwise.launch.terminal import Console
 from shardwise.trainer.runtime.data.cache import lock_folder
-from shardwise.trainer.spec.errors import ExitCode, InputError
-
-DAY_S = 86400
-NOTHING_STALE = "nothing is stale\n"
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 
 
 @pytest.fixture
@@ -43,27 +36,30 @@ def environment(home):
     return {name: str(home / place) for name, place in places.items()} | {"HOME": str(home), "PATH": "/usr/bin:/bin"}
 
 
-def run(environment, **options) -> str:
+def run(environment, *remove: str, as_json: bool = False) -> str:
     out = io.StringIO()
-    assert run_cache(CacheOptions(**options), Console(out), environment=environment) is ExitCode.DONE
+    options = CacheOptions(remove=remove, as_json=as_json)
+    assert run_cache(options, Console(out), environment=environment) is ExitCode.DONE
     return out.getvalue()
 
 
-def entries(environment, *, storage: Storage | None = None, **options):
-    scan = read_scan(CacheOptions(**options), environment)
-    return read_entries(msgspec.structs.replace(scan, storage=storage or scan.storage))
+def stays(environment, folder: str, why: str) -> bool:
+    """Whether the one entry of a folder is listed as in use and is not removed, for this reason."""
+    (entry,) = (entry for entry in read_entries(read_places(environment)) if entry.folder == folder)
+    with pytest.raises(EnvironmentFaultError, match=why):
+        run(environment, folder)
+    return why in (entry.in_use or "") and Path(entry.path).exists()
 
 
-def write_file(path: Path, size: int = 1000, *, days_old: float = 0) -> Path:
+def write_file(path: Path, size: int = 1000) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"x" * size)
-    age(path, days_old)
     return path
 
 
 def age(path: Path, days: float) -> None:
     """Read and written so long ago, with everything below it."""
-    moment = time.time() - days * DAY_S
+    moment = time.time() - days * 86400
     for each in [path, *path.rglob("*")]:
         os.utime(each, (moment, moment))
 
@@ -92,62 +88,60 @@ def prepared(prepared_once, home):
     return home / "cache" / "data" / prepared_once.name
 
 
-def operators(environment, **versions: str) -> Path:
-    """The folder of the operators for other versions than those here."""
-    cache = Path(environment["SHARDWISE_CACHE"])
-    return extensions_dir(cache, recorded_versions() | versions, read_host().cpu_flags)
-
-
-def is_in_use(environment, why: str) -> bool:
-    """Whether the one entry is in use, for this reason, and stays."""
-    (entry,) = entries(environment)
-    assert run(environment, prune=True) == NOTHING_STALE
-    return entry.state is State.HELD and why in entry.why
-
-
-def test_prepared_data_goes_by_its_last_use(environment, prepared, tmp_path, home):
-    assert f"today  {prepared}" in run(environment) and run(environment, prune=True) == NOTHING_STALE
+def test_what_is_named_is_removed_and_made_again(environment, prepared, tmp_path, home):
+    other = write_file(home / "cache" / "operators" / "a\x1b[2Kb" / "cpu_adam.so", 3000)
     age(prepared, 31)
     listed = run(environment)
-    assert "30 days" in listed and "1 entry" in listed and "shardwise cache --prune" in listed
-    with pytest.raises(InputError, match=r"--dry-run .*--prune"):
-        run(environment, dry_run=True)
-    shown = run(environment, prune=True, dry_run=True)
-    assert str(prepared) in shown and "would" in shown and prepared.is_dir()
-    freed = run(environment, prune=True).splitlines()[-1]
-    assert "freed" in freed and "1 entry" in freed and not prepared.exists()
-    assert run(environment, prune=True) == NOTHING_STALE  # the second time there is nothing to do
-    assert prepare(tmp_path / "again", home / "cache") == prepared and prepared.is_dir()  # it is made again
+    assert f"31 days ago  data/{prepared.name}" in listed and "\x1b" not in listed and "prepared data" in listed
+    assert "2.93 KiB     used today  operators/a" in listed
+    for name in ("data/..", "data/locks", "models/x", "data/x", "../cache", f"{prepared}", "config"):
+        with pytest.raises(InputError, match=r"--rm .*`shardwise cache` lists"):
+            run(environment, name)
+    assert run(environment, "models", f"data/{prepared.name}").splitlines()[0].endswith(f"data/{prepared.name}")
+    assert not prepared.exists() and other.is_file() and not (prepared.parent / "locks" / prepared.name).exists()
+    assert prepare(tmp_path / "again", home / "cache") == prepared and prepared.is_dir()
+    assert json.loads(run(environment, "data", "operators", as_json=True))["removed"] == [
+        str(prepared),
+        str(other.parent),
+    ]
+    assert not prepared.exists() and not other.parent.exists() and run(environment) == "nothing is stored\n"
 
 
-def test_data_that_a_process_reads_is_never_freed(environment, prepared):
+def test_an_option_of_the_last_version_names_what_replaces_it():
+    for option in ("--prune", "--older-than=3", "--dry-run"):
+        with pytest.raises(InputError, match=f"{option.partition('=')[0]} is replaced: .*cache --rm NAME"):
+            parse_command_line(["cache", option])
+
+
+def test_data_that_a_process_reads_stays_also_if_it_was_listed_before(environment, prepared):
+    listed = read_entries(read_places(environment))
     with (prepared / "tokens.bin").open("rb") as stream:
         rows = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    age(prepared, 100)
-    assert is_in_use(environment, "process") and prepared.is_dir()
+    assert stays(environment, "data", "a process has it open")
+    removed, (problem,) = remove_entries(listed)
+    assert removed == () and "a process has it open" in problem and prepared.is_dir()
     rows.close()
-    run(environment, prune=True)
-    assert not prepared.exists()
+    assert remove_entries(listed) == (listed, ()) and not prepared.exists()
 
 
-def test_a_preparation_that_was_killed_is_a_leftover_and_one_at_work_is_not(environment, home):
-    partial = home / "cache" / "data" / ".partial-cafe"
-    write_file(partial / "tokens.bin")
-    lock = write_file(home / "cache" / "data" / "locks" / "cafe", 0)
-    with lock.open("r+") as held:
+@pytest.mark.parametrize(
+    ("entry", "lock"),
+    [
+        ("cache/data/.partial-cafe", "cache/data/locks/cafe"),
+        ("cache/operators/torch", "cache/operators/torch/.builder"),
+        ("scratch/shardwise/staged/0123", "scratch/shardwise/staged/0123/.lock"),
+    ],
+)
+def test_what_a_process_makes_stays_until_its_lock_is_free(environment, home, entry, lock):
+    write_file(home / "config" / "shardwise" / "config.yaml").write_text(f"folders: {{scratch: {home}/scratch}}\n")
+    write_file(home / entry / "file")
+    (listed,) = read_entries(read_places(environment))
+    with write_file(home / lock, 0).open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert is_in_use(environment, "prepared") and partial.is_dir()
-    assert "cut off" in run(environment, prune=True)
-    assert not partial.exists() and run(environment, prune=True) == NOTHING_STALE
-
-
-def test_a_disk_that_keeps_no_times_of_reading_frees_nothing_by_age(environment, prepared):
-    age(prepared, 100)
-    noatime = Storage(is_shared=False, keeps_reads=False)
-    (retained,) = (entry for entry in entries(environment, storage=noatime) if entry.kind is Kind.DATA)
-    assert retained.state is State.RETAINED and "noatime" in retained.why
-    (stale,) = (entry for entry in entries(environment, storage=noatime, older_than_days=30) if entry.kind is Kind.DATA)
-    assert stale.state is State.STALE
+        assert stays(environment, listed.folder, "a process makes or uses it")
+        assert remove_entries([listed])[0] == () and (home / entry / "file").is_file()
+    run(environment, listed.folder)
+    assert not (home / entry).exists()
 
 
 def test_a_stream_is_its_runs_until_that_ends(environment, home):
@@ -155,145 +149,58 @@ def test_a_stream_is_its_runs_until_that_ends(environment, home):
     folder.parent.mkdir(parents=True)
     descriptor = lock_folder(folder)
     write_file(folder / "window")
-    assert is_in_use(environment, "run") and folder.is_dir()
+    assert stays(environment, "streams", "a process makes or uses it")
     os.close(descriptor)
-    assert str(folder) in run(environment, prune=True)
+    run(environment, "streams")
     assert not folder.exists() and not (folder.parent / "locks" / folder.name).exists()
-    assert run(environment, prune=True) == NOTHING_STALE
-
-
-def test_operators_of_other_versions_go_and_those_in_use_stay(environment):
-    assert run(environment) == "nothing is stored\n"
-    mine, older = operators(environment), operators(environment, torch="2.0.0")
-    other_python, being_built = operators(environment, python="3.9.1"), operators(environment, torch="2.1.0")
-    for folder in (mine, older, other_python, being_built):
-        write_file(folder / "cpu_adam" / "cpu_adam.so")
-    with (being_built / ".builder").open("w") as builder:
-        fcntl.flock(builder, fcntl.LOCK_EX)
-        states = {Path(entry.path): entry.state for entry in entries(environment)}
-        freed = run(environment, prune=True)
-    assert [states[folder] for folder in (mine, older, being_built)] == [State.RETAINED, State.STALE, State.HELD]
-    assert "2 entries" in freed.splitlines()[-1]
-    assert [folder.is_dir() for folder in (mine, older, other_python, being_built)] == [True, False, False, True]
-    elsewhere = mine.with_name(f"{mine.name[:-1]}_")  # for the same versions in another installation
-    write_file(elsewhere / "cpu_adam" / "cpu_adam.so")
-    age(elsewhere, 31)
-    assert "30 days" in run(environment, prune=True) and not elsewhere.exists()
-
-
-def test_operators_on_a_shared_disk_may_be_another_machines_of_today(environment):
-    older = operators(environment, torch="2.0.0")
-    write_file(older / "cpu_adam" / "cpu_adam.so")
-    shared = Storage(is_shared=True, keeps_reads=True)
-    assert [entry.state for entry in entries(environment, storage=shared)] == [State.RETAINED]
-    age(older, 2)
-    assert [entry.state for entry in entries(environment, storage=shared)] == [State.STALE]
-
-
-def test_the_lock_of_a_killed_build_goes_and_its_operator_stays(environment):
-    library = write_file(operators(environment) / "cpu_adam" / "cpu_adam.so")
-    lock = library.with_name("lock")
-    with lock.open("w"):
-        assert run(environment, prune=True) == NOTHING_STALE
-    assert str(lock) in run(environment, prune=True)
-    assert library.is_file() and not lock.exists()
 
 
 def test_a_model_that_is_being_written_stays_and_one_that_was_cut_off_goes(environment, home):
-    models = home / "cache" / "models"
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    writing, cut_off = models / f".{'a' * 32}.{os.getpid()}", models / f".{'b' * 32}.{int(ended.stdout)}"
-    for folder in (writing, cut_off):
-        write_file(folder / "model.safetensors")
-    run(environment, prune=True)
-    assert writing.is_dir() and not cut_off.exists()
-    write_file(models / ("c" * 32) / "model.safetensors", days_old=31)
-    assert "30 days" in run(environment, prune=True)
+    cut_off, writing = (home / "cache" / "models" / f".{'b' * 32}.{pid}" for pid in (int(ended.stdout), os.getpid()))
+    write_file(cut_off / "model.safetensors")
+    run(environment, "models")
+    write_file(writing / "model.safetensors")
+    assert not cut_off.exists() and stays(environment, "models", "it is being written")
 
 
-def test_a_trial_at_work_stays_however_old_its_files_are(environment, home):
-    folder = home / "cache" / "trials" / "tmpabc"
+def test_a_trial_at_work_stays(environment, home):
+    record = home / "cache" / "trials" / "tmpabc" / "1" / "attempts" / "1" / "pids" / "launcher.json"
     me = record_of(os.getpid())
     assert me is not None
-    write_record(folder / "1" / "attempts" / "1" / "pids" / "launcher.json", me)
-    age(folder, 100)
-    assert is_in_use(environment, "at work")
-    write_record(folder / "1" / "attempts" / "1" / "pids" / "launcher.json", ProcessRecord(me.pid, me.start_time + 1))
-    age(folder, 100)
-    run(environment, prune=True)
-    assert not folder.exists()
+    write_record(record, me)
+    assert stays(environment, "trials", "it is at work")
+    write_record(record, ProcessRecord(me.pid, me.start_time + 1))
+    run(environment, "trials")
+    assert not record.exists()
 
 
-def test_copies_on_a_scratch_disk_go_by_their_age(environment, home):
-    config = home / "config" / "shardwise" / "config.yaml"
-    config.parent.mkdir(parents=True)
-    config.write_text(f"folders: {{scratch: {home}/scratch}}\n")
-    staged = home / "scratch" / "shardwise" / "staged" / "0123"
-    write_file(staged / "model" / "model.safetensors")
-    write_file(staged / ".lock", 0)
-    age(staged, 31)
-    with (staged / ".lock").open("r+") as copier:
-        fcntl.flock(copier, fcntl.LOCK_EX)
-        assert run(environment, prune=True) == NOTHING_STALE
-    age(staged, 31)
-    run(environment, prune=True)
-    assert not staged.exists()
+@pytest.mark.parametrize(
+    ("days", "keeps_reads", "why"), [(0, True, "30 days"), (31, False, "no times"), (31, True, "")]
+)
+def test_an_entry_on_a_shared_disk_may_be_in_use_on_another_machine(environment, prepared, days, keeps_reads, why):
+    age(prepared, days)
+    (entry,) = read_entries(read_places(environment)._replace(is_shared=True, keeps_reads=keeps_reads))
+    assert bool(entry.in_use) is bool(why) and why in (entry.in_use or "")
+    remove_entries([entry])
+    assert prepared.exists() is bool(why)
 
 
-def test_what_is_measured_and_what_belongs_to_others_is_never_freed(environment, home):
+def test_what_belongs_to_others_is_listed_and_never_removed(environment, home):
     append_calibration(home / "state" / "shardwise", calibration_record(), on_line=print)
-    write_file(home / "cache" / "fp8" / "0123456789abcdef.json")
     write_file(home / "cache" / "notes.txt")
     write_file(home / "hf" / "hub" / "models--org--name" / "blobs" / "c0ffee", 5000)
-    for folder in ("state", "cache", "hf"):
-        age(home / folder, 1000)
-    text = run(environment)
-    assert "4.88 KiB   1000 days ago" in text and "hf cache prune" in text and text.endswith(NOTHING_STALE)
-    assert run(environment, prune=True, older_than_days=0) == NOTHING_STALE
+    assert "4.88 KiB" in (text := run(environment)) and "hf cache prune" in text and "notes.txt" in text
+    for name in ("calibration", "hub", "other/notes.txt"):
+        with pytest.raises(InputError, match="does not remove"):
+            run(environment, name)
 
 
-def test_files_whose_writing_was_cut_off_are_leftovers_after_a_day(environment, home):
-    young = write_file(home / "state" / "shardwise" / ".calibration.jsonl.0123abcd")
-    old = write_file(home / "cache" / "fp8" / ".aa.json.0123abcd", days_old=2)
-    orphan = write_file(home / "cache" / "data" / "locks" / "cafe", 0, days_old=2)
-    run(environment, prune=True)
-    assert young.is_file() and not old.exists() and not orphan.exists()
-
-
-def stale_entries(environment, kind: Kind = Kind.DATA):
-    return tuple(entry for entry in entries(environment) if entry.state is State.STALE and entry.kind is kind)
-
-
-def test_what_was_used_since_it_was_listed_stays(environment, prepared):
-    """An open file keeps its times until something is read."""
-    age(prepared, 31)
-    stale = stale_entries(environment)
-    assert [entry.path for entry in stale] == [str(prepared)]
-    with (prepared / "tokens.bin").open("rb"):
-        assert prune(stale) == ((), ()) and prepared.is_dir()
-    age(prepared, 0)
-    assert prune(stale) == ((), ()) and prepared.is_dir()
-    age(prepared, 31)
-    assert prune(stale_entries(environment))[1] == () and not prepared.exists()
-
-
-@pytest.mark.parametrize("kind", [Kind.DATA, Kind.STREAM])
-def test_what_is_locked_once_it_was_listed_stays(environment, prepared, home, kind):
-    if kind is Kind.STREAM:
-        os.close(lock_folder(home / "cache" / "streams" / "first-1"))
-        write_file(home / "cache" / "streams" / "first-1" / "window")
-    age(prepared, 31)
-    (stale,) = stale_entries(environment, kind)
-    with Path(stale.lock).open("r+") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert prune((stale,)) == ((), ()) and Path(stale.path).is_dir()
-    assert prune((stale,)) == ((stale,), ()) and not Path(stale.path).exists()
-
-
-def test_json_names_what_there_was_and_what_was_freed(environment, prepared):
-    age(prepared, 31)
-    size = read_extent(prepared).num_bytes
-    (row,) = json.loads(run(environment, as_json=True))["entries"]
-    assert (row["kind"], row["state"], row["num_bytes"]) == ("prepared data", "stale", size)
-    after = json.loads(run(environment, as_json=True, prune=True))
-    assert (after["freed"], after["freed_bytes"]) == ([str(prepared)], size)
+def test_links_are_removed_and_not_followed(environment, home, tmp_path):
+    outside = write_file(tmp_path / "outside" / "file", 9000)
+    for name in ("data/link", "operators/torch/link"):
+        (home / "cache" / name).parent.mkdir(parents=True)
+        (home / "cache" / name).symlink_to(outside.parent)
+    assert "8.79 KiB" not in run(environment)
+    run(environment, "data", "operators")
+    assert outside.is_file() and run(environment) == "nothing is stored\n"
