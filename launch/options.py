@@ -431,7 +431,6 @@ class WorkspaceOptions(Struct, frozen=True):
         str | None,
         _text("--entity", "E", "owner of the project; default: WANDB_ENTITY, else your own"),
     ] = None
-    as_json: Annotated[bool, _switch("--json", "print the view; nothing is read or sent")] = False
 
 
 class SchemaOptions(Struct, frozen=True):
@@ -542,6 +541,7 @@ REPLACED = {  # commands and options of the last version, and what replaces them
         ("cache --prune", "cache --older-than", "cache --dry-run"),
         "`shardwise cache` lists sizes and last use, and `shardwise cache --rm NAME ...` removes what it names",
     ),
+    "workspace --json": "the package wandb-workspaces reads and changes a saved view",
 }
 
 

@@ -71,9 +71,8 @@ class ViewRequest(Value, frozen=True, kw_only=True):
 
     entity: str | None
     project: str
-    identity: str
     title: str
-    view: dict[str, Any]
+    sections: dict[str, dict[str, tuple[str, ...]]]  # series of charts, by section and title
 
 
 class WandbResult(Value, frozen=True, kw_only=True):

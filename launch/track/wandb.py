@@ -11,7 +11,6 @@ checkpoint. The x axis of charts is `step`, the optimizer's. The number of lines
 wandb's server if the run is online, else from the logs in the run directory (`offline`).
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -312,53 +311,27 @@ def login_result() -> WandbResult:
     return WandbResult(problem=None if found is not None else f"there is no login for {host}")
 
 
-_ENTITY = "query OwnEntity { viewer { entity } }"
-_FIND = """
-query FindView($entityName: String, $name: String, $viewType: String, $viewName: String) {
-  project(name: $name, entityName: $entityName) {
-    allViews(viewType: $viewType, viewName: $viewName) { edges { node { id } } }
-  }
-}
-"""
-_SAVE = """
-mutation UpsertView(
-  $id: ID, $entityName: String, $projectName: String, $type: String, $name: String, $displayName: String, $spec: String
-) {
-  upsertView(input: {
-    id: $id, entityName: $entityName, projectName: $projectName, type: $type, name: $name, displayName: $displayName,
-    spec: $spec, createdUsing: WANDB_SDK
-  }) { view { id name } inserted }
-}
-"""
-
-
 def save_view(request: ViewRequest) -> WandbResult:
-    """Creates the view of a project, or replaces the view that has its name."""
-    api = wandb.Api()
+    """Saves a new view in a project."""
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
 
-    def ask(query: str, variables: dict[str, Any]) -> dict[str, Any]:
-        return dict(api._service_api.execute_graphql(query, variables=variables))
-
-    view_name = f"nw-{request.identity}-v"
-    entity, project = request.entity or (ask(_ENTITY, {}).get("viewer") or {}).get("entity"), request.project
-    kind = "project-view"
-    found = ask(_FIND, {"entityName": entity, "name": project, "viewType": kind, "viewName": view_name})
-    if found.get("project") is None:
-        return WandbResult(problem=f"there is no project {entity}/{project} that this login can see")
-    edges = (found["project"].get("allViews") or {}).get("edges") or []
-    variables = {
-        "entityName": entity,
-        "projectName": project,
-        "type": kind,
-        "name": view_name,
-        "displayName": request.title,
-        "spec": json.dumps(request.view),
-    }
-    saved = ask(_SAVE, variables | ({"id": edges[0]["node"]["id"]} if edges else {}))
-    if (saved.get("upsertView") or {}).get("view") is None:
-        return WandbResult(problem=f"{entity}/{project}: the view was not saved; does this login have write access?")
-    url = str(wandb.setup().settings.app_url).rstrip("/")
-    return WandbResult(url=f"{url}/{entity}/{project}?nw={request.identity}")
+    view = workspaces.Workspace(
+        entity=request.entity or wandb.Api().default_entity,
+        project=request.project,
+        name=request.title,
+        sections=[
+            workspaces.Section(
+                name=heading,
+                is_open=True,
+                panels=[reports.LinePlot(title=title, x=STEP, y=list(series)) for title, series in charts.items()],
+            )
+            for heading, charts in request.sections.items()
+        ],
+        settings=workspaces.WorkspaceSettings(x_axis=STEP),
+        auto_generate_panels=True,
+    )
+    return WandbResult(url=view.save().url)
 
 
 def main(command: str, request: Path, result: Path) -> None:

@@ -31,7 +31,6 @@ class WandbServer:
     url: str = ""
     runs: dict[str, StoredRun] = field(default_factory=dict)
     views: list[dict[str, Any]] = field(default_factory=list)
-    projects: set[str] = field(default_factory=set)
 
     def run(self, identity: str) -> StoredRun:
         return self.runs.setdefault(identity, StoredRun())
@@ -47,7 +46,6 @@ class WandbServer:
 def _upsert(server: WandbServer, variables: dict[str, Any]) -> dict[str, Any]:
     identity = variables["name"]
     inserted = identity not in server.runs
-    server.projects.add(variables["project"])
     run = server.run(identity)
     if variables.get("config"):
         run.config = json.loads(variables["config"])
@@ -78,18 +76,14 @@ def _answer(server: WandbServer, operation: str, variables: dict[str, Any]) -> d
             return _upsert(server, variables)
         case "RunResumeStatus":
             return _resume(server, variables)
-        case "Viewer" | "OwnEntity":
+        case "Viewer" | "GetDefaultEntity":
             return {"viewer": {"id": "v", "entity": ENTITY, "username": ENTITY, "flags": "{}", "teams": {"edges": []}}}
         case "CreateRunFiles":
             files = [{"name": name, "uploadUrl": f"{server.url}/upload/{name}"} for name in variables["files"]]
             return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
-        case "UpsertView":
+        case "UpsertView2":
             server.views.append(variables)
             return {"upsertView": {"view": {"id": "view-1", "name": variables["name"]}, "inserted": True}}
-        case "FindView":
-            is_known = any(view["name"] == variables["viewName"] for view in server.views)
-            edges = [{"node": {"id": "view-1"}}] if is_known else []
-            return {"project": {"allViews": {"edges": edges}} if variables["name"] in server.projects else None}
     return {}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 
 # As in pyproject.toml.
-EXTRAS = ("train", "flash", "hub-kernels", "fp8", "torchao", "liger", "tensorboard", "onnx", "gguf")
+EXTRAS = ("train", "flash", "hub-kernels", "fp8", "torchao", "liger", "tensorboard", "workspace", "onnx", "gguf")
 # Packages with kernels for layers that transformers otherwise computes operation by operation, as pip names them.
 KERNEL_PACKAGES = ("causal-conv1d", "mamba-ssm", "flash-linear-attention")
 # Compiled on the machine against the torch that is installed: from PyPI both are sources alone.

@@ -114,9 +114,3 @@ def test_w54_the_check_for_a_login_starts_no_service(tmp_path):
     done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True, check=True)
     assert "login: True" in done.stdout
     assert not any(tmp_path.rglob("core-debug-*.log"))
-
-
-def test_w54_wandb_has_no_public_call_for_saved_views():
-    names = "import wandb; print('views:', [name for name in dir(wandb.Api) if 'view' in name and name != 'viewer'])"
-    done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True)
-    assert "views: []" in done.stdout
