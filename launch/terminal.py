@@ -33,7 +33,7 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout
-        self.before_line: Callable[[], None] | None = None  # removes what is redrawn below the last line
+        self.print_above: Callable[[str], None] | None = None  # prints a line above what is redrawn
         self._recorded: list[str] | None = None  # until the log exists; None: lines are not recorded
         self._log: Path | None = None
 
@@ -42,10 +42,11 @@ class Console:
         return self.stream.isatty()
 
     def line(self, text: str = "") -> None:
-        if self.before_line is not None:
-            self.before_line()
-        self.stream.write(printable(text) + "\n")
-        self.stream.flush()
+        if self.print_above is not None:
+            self.print_above(text)
+        else:
+            self.stream.write(printable(text) + "\n")
+            self.stream.flush()
         self.record(text)
 
     def start_recording(self) -> None:

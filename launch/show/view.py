@@ -13,17 +13,21 @@ is that of all ranks. A line of metrics.jsonl that is half written is read at th
 Text that does not fit is cut at the right, so a line never wraps: a terminal that wraps cannot be redrawn.
 """
 
-import unicodedata
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.launch.rundir.metrics import NUM_RECENT_STEPS, recent_tokens_per_s
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Report
-from shardwise.trainer.spec.secrets import printable
+from shardwise.trainer.spec.secrets import printable, redact
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
+
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
 
 _MOST_POINTS = 512
 
@@ -298,10 +302,8 @@ ASCII = Glyphs("#", "-", "|", "_.-~=+*#")
 
 _LABEL_WIDTH = 11
 _GRAPHIC_WIDTHS = ((100, 32), (60, 20), (30, 6), (0, 0))  # for lines of at least so many columns
-_LEAST_OF_A_PART = 20
 _LOG_BAR_WIDTH = 24
 _FULL_SHARE = 0.9  # a fuller memory is shown as a warning
-_BOLD, _DIM, _CYAN, _YELLOW, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[33m", "\x1b[0m"
 
 
 class _Row(NamedTuple):
@@ -311,17 +313,27 @@ class _Row(NamedTuple):
     graphic: str
     parts: Sequence[str]
     is_warning: bool = False
-    cuts_last: bool = False  # a part that does not fit is cut
 
 
-def block_lines(view: LiveView, *, width: int, glyphs: Glyphs, has_color: bool = False) -> list[str]:
-    """The block, the most important lines first; none is wider than `width` columns."""
-    graphic = next(size for least, size in _GRAPHIC_WIDTHS if width >= least)
-    head = fitted([f"{view.title}: {view.state or 'starting'}", *_place(view)], width)
+def block(view: LiveView, *, width: int, is_ascii: bool) -> "Text":
+    """The block for a terminal of `width` columns, the most important lines first."""
+    from rich.text import Text  # on a terminal only
+
+    graphic, glyphs = next(size for least, size in _GRAPHIC_WIDTHS if width >= least), ASCII if is_ascii else UNICODE
     rows = [_progress(view, graphic, glyphs), _loss(view, graphic, glyphs), _speed(view, graphic, glyphs)]
     rows += [_memory(view.memory, graphic, glyphs), _card(view), _incidents(view)]
-    body = [_line(row, width, graphic, has_color=has_color) for row in rows if row is not None]
-    return [f"{_BOLD}{head}{_PLAIN}" if has_color else head, *body]
+    head = ", ".join([f"{view.title}: {view.state or 'starting'}", *_place(view)])
+    text = Text.assemble((_in_one_line(head), "bold"), no_wrap=True, overflow="crop" if is_ascii else "ellipsis")
+    for row in filter(None, rows):
+        graph = f"{row.graphic:<{graphic}}  " if row.graphic else ""
+        text.append(f"\n{row.label:<{_LABEL_WIDTH}}", style="dim")
+        text.append(graph, style="yellow" if row.is_warning else "cyan")
+        text.append(_in_one_line(", ".join(row.parts)), style="yellow" if row.is_warning and not graph else None)
+    return text
+
+
+def _in_one_line(text: str) -> str:
+    return redact(printable(" ".join(text.split("\n")).replace("\t", " ")))
 
 
 def log_line(view: LiveView) -> str:
@@ -356,49 +368,6 @@ def bar(share: float, *, width: int, glyphs: Glyphs, mark: float | None = None) 
     if mark is not None and width:
         cells[min(width - 1, int(width * min(1.0, max(0.0, mark))))] = glyphs.mark
     return "".join(cells)
-
-
-def fitted(parts: Sequence[str], width: int, *, cuts_last: bool = False) -> str:
-    """As many parts as fit, joined by commas. The first, or with `cuts_last` the last, is cut to fit."""
-    text = ""
-    for number, part in enumerate(parts):
-        longer = f"{text}, {_in_one_line(part)}" if number else _in_one_line(part)
-        if num_columns(longer) > width:
-            is_cut = not number or (cuts_last and width - num_columns(text) >= _LEAST_OF_A_PART)
-            return _cut(longer, width) if is_cut else text
-        text = longer
-    return text
-
-
-def _in_one_line(text: str) -> str:
-    return printable(" ".join(text.split("\n")).replace("\t", " "))
-
-
-def num_columns(text: str) -> int:
-    """Columns of the text in a terminal: two for wide characters, none for combining ones."""
-    if text.isascii():
-        return len(text)
-    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
-    return len(text) + wide - sum(unicodedata.category(each) in ("Mn", "Me", "Cf") for each in text)
-
-
-def _cut(text: str, width: int) -> str:
-    """The beginning of the text, with two dots for the rest."""
-    while num_columns(text) > max(0, width - 2):
-        text = text[:-1]
-    return (text.rstrip() + "..")[:width]
-
-
-def _line(row: _Row, width: int, graphic: int, *, has_color: bool) -> str:
-    label = f"{row.label:<{_LABEL_WIDTH}}"[: max(0, width)]
-    graph = f"{row.graphic:<{graphic}}  " if row.graphic and graphic else ""
-    text = fitted(row.parts, max(0, width - len(label) - len(graph)), cuts_last=row.cuts_last)
-    if not has_color:
-        return f"{label}{graph}{text}".rstrip()
-    color = _YELLOW if row.is_warning else _CYAN
-    shown = f"{color}{graph}{_PLAIN}" if graph else ""
-    colored = f"{_YELLOW}{text}{_PLAIN}" if row.is_warning and not graph else text
-    return f"{_DIM}{label}{_PLAIN}{shown}{colored}"
 
 
 def _place(view: LiveView) -> list[str]:
@@ -468,7 +437,7 @@ def _card(view: LiveView) -> _Row | None:
 def _incidents(view: LiveView) -> _Row:
     newest = [view.incidents[-1]] if view.incidents else []
     parts = [*_counted(view), *newest]
-    return _Row("incidents", "", parts or ["none"], bool(parts), cuts_last=True)
+    return _Row("incidents", "", parts or ["none"], bool(parts))
 
 
 def _counted(view: LiveView) -> list[str]:

@@ -2,7 +2,7 @@
 
 import re
 
-_PARTS = re.compile(r"(\x1b\[([\d;]*)([A-Za-z]))|([\s\S])")  # an escape sequence, or a character
+_PARTS = re.compile(r"(\x1b\[([?\d;]*)([A-Za-z]))|([\s\S])")  # an escape sequence, or a character
 
 
 class SmallTerminal:
@@ -28,12 +28,11 @@ class SmallTerminal:
         if name == "A":
             assert self._row >= int(number or 1), "the cursor would leave the top"
             self._row -= int(number or 1)
-        elif name == "J":
-            assert number in ("", "0")
-            self._lines[self._row] = self._lines[self._row][: self._column]
-            del self._lines[self._row + 1 :]
+        elif name == "K":
+            assert number == "2"
+            self._lines[self._row] = ""
         else:
-            assert name == "m", f"what is {name}?"
+            assert name == "m" or (number == "?25" and name in "lh"), f"what is {number}{name}?"
 
     def _put(self, character: str) -> None:
         if character == "\r":

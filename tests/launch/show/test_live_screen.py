@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from small_terminal import SmallTerminal
 
-from shardwise.launch.show.screen import Screen, glyphs_for
-from shardwise.launch.show.view import ASCII, UNICODE
+from shardwise.launch.show.screen import Outlet, Screen
+from shardwise.launch.show.view import LiveView
 from shardwise.launch.terminal import Console
 
-TERMINAL = {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
+TERMINAL = {"TERM": "xterm-256color"}
 
 
 class Shown(io.StringIO):
@@ -30,27 +30,30 @@ class Shown(io.StringIO):
         return True
 
 
-def shown_by(stream: io.StringIO, columns: int = 80) -> list[str]:
-    terminal = SmallTerminal(columns)
-    terminal.write(stream.getvalue())
-    return terminal.lines
+def at(step: int, **more: str) -> LiveView:
+    return LiveView(title="run", state="training", step=step, incidents=tuple(more.values()))
 
 
 def test_a_block_is_redrawn_in_place_and_what_is_printed_stays_above():
     stream = Shown()
     console = Console(stream)
     console.line("before")
-    screen = Screen(console, TERMINAL)
-    with screen.shown():
-        screen.draw(["step 1", "loss 9"])
-        screen.draw(["step 2", "loss 8", "a third line"])
-        console.line("printed by the console")
-        screen.draw(["step 3"])
-        screen.print_line("printed by the view")
-        screen.draw(["step 4", "loss 6"])
+    with suppress(KeyboardInterrupt), Screen(console, TERMINAL).shown() as screen:
+        screen.draw(at(1))
+        screen.draw(at(2))
+        console.line("[b]printed by the console\x1b[2K[/b]")
+        screen.draw(at(3))
+        screen.print_line("printed by\x1b[2K the view, hf_" + "a" * 40)
+        screen.draw(at(4, incident="one\x1b[2K\nline"))
+        raise KeyboardInterrupt
     console.line("after")
-    printed = ("printed by the console", "printed by the view")
-    assert shown_by(stream) == ["before", *printed, "step 4", "loss 6", "after", ""]
+    terminal = SmallTerminal()
+    terminal.write(stream.getvalue())
+    assert terminal.lines == [
+        "before", r"[b]printed by the console\u001b[2K[/b]", r"printed by\u001b[2K the view, [redacted]",
+        "run: training, step 4", r"incidents  one\u001b[2K line", "after", "",
+    ]  # fmt: skip
+    assert "\x1b[36m" in stream.getvalue() or "\x1b[33m" in stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -62,29 +65,16 @@ def test_a_block_is_redrawn_in_place_and_what_is_printed_stays_above():
     ],
 )  # fmt: skip
 def test_a_block_is_drawn_where_it_can_be_redrawn(changes, is_terminal, draws):
-    console = Console(Shown() if is_terminal else io.StringIO())
-    assert Screen(console, {**TERMINAL, **changes}).is_block is draws
-    assert not Screen(Console(Shown()), {"LANG": "C.UTF-8"}).is_block, "a terminal without a name is a dumb one"
-    assert Screen(console, {**TERMINAL, **changes}).has_color is ("NO_COLOR" not in changes)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "environment", "glyphs"),
-    [
-        ("utf-8", {"LANG": "de_DE.UTF-8"}, UNICODE),
-        ("UTF8", {"LC_CTYPE": "C.utf8"}, UNICODE),
-        ("utf-8", {"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, ASCII),
-        ("utf-8", {"LANG": "C", "LC_CTYPE": "C.UTF-8"}, ASCII),
-        ("utf-8", {"LANG": "POSIX"}, ASCII),
-        ("utf-8", {"LANG": "C", "LC_CTYPE": "de_DE.UTF-8"}, UNICODE),
-        ("utf-8", {"LANG": "de_DE.ISO-8859-1"}, ASCII),
-        ("iso-8859-1", {"LANG": "de_DE.UTF-8"}, ASCII),
-        (None, {"LANG": "de_DE.UTF-8"}, ASCII),
-        ("utf-8", {}, ASCII),
-    ],
-)
-def test_block_characters_need_a_locale_that_has_them(encoding, environment, glyphs):
-    assert glyphs_for(encoding, environment) is glyphs
+    stream = Shown() if is_terminal else io.StringIO()
+    screen = Screen(Console(stream), {**TERMINAL, **changes})
+    assert screen.is_block is draws
+    assert not Screen(Console(Shown()), {}).is_block, "a terminal without a name is a dumb one"
+    with screen.shown():
+        screen.print_line("a line")
+        if draws:
+            screen.draw(at(1, incident="one"))
+    assert stream.getvalue().startswith("a line\n")
+    assert ("\x1b[33m" in stream.getvalue()) is (draws and "NO_COLOR" not in changes)
 
 
 class Pair:
@@ -98,7 +88,11 @@ class Pair:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def read(self) -> str:
-        return os.read(self.master, 65536).decode()
+        """Everything that can be read without waiting for more."""
+        text = b""
+        while select.select([self.master], [], [], 0.2)[0]:
+            text += os.read(self.master, 65536)
+        return text.decode().replace("\r\n", "\n")
 
 
 @pytest.fixture
@@ -110,65 +104,62 @@ def pair() -> Iterator[Pair]:
 
 
 def test_the_size_is_that_of_now(pair: Pair):
-    screen = Screen(Console(pair.stream), TERMINAL)
-    assert screen.size == (80, 24), "of a terminal that does not say"
-    pair.resize(30, 40)
-    assert screen.size == (40, 30)
-    pair.resize(3, 120)
-    screen.draw(["one", "two", "three", "four"])
-    assert pair.read() == "one\r\ntwo", "two of three lines, or the first would scroll away"
-    pair.resize(24, 40)
-    screen.draw(["hf_" + "a" * 30])
-    assert pair.read() == "\r\x1b[1A\x1b[J[redacted]", "no more is erased than was drawn, and no secret is shown"
-
-
-def blocked_screen(pair: Pair) -> Screen:
-    """A screen that has drawn more than the terminal holds while nobody reads."""
-    pair.resize(24, 80)
-    screen = Screen(Console(pair.stream), TERMINAL)
-    for number in range(5000):
-        screen.draw([f"frame {number} " + "x" * 60] * 7)
-    return screen
+    with Screen(Console(pair.stream), TERMINAL).shown() as screen:
+        screen.draw(at(1, incident="x" * 100))
+        assert "x" * 65 in pair.read(), "80 columns of a terminal that reports none"
+        pair.resize(1, 40)
+        screen.draw(at(2, incident="x" * 100))
+        text = pair.read()
+        assert "step 2" in text and "xx" not in text, "the first of two lines"
+        pair.resize(24, 40)
+        screen.draw(at(3, incident="x" * 100))
+        terminal = SmallTerminal(columns=40)
+        terminal.write(pair.read().removeprefix("\r"))
+        assert terminal.lines[0] == "run: training, step 3" and "xx" in terminal.lines[1]
 
 
 @pytest.mark.timeout(60)
 def test_a_terminal_without_a_reader_delays_nothing_and_continues_once_it_is_read(pair: Pair):
-    screen = blocked_screen(pair)
-    assert not screen.is_closed
-    seen = SmallTerminal(80)
-    for frame in ("the last but one", "the last"):
-        while readable(pair.master):
-            seen.write(pair.read().replace("\r\n", "\n"))
-        screen.draw([frame])
-    seen.write(pair.read().replace("\r\n", "\n"))
-    assert seen.lines == ["the last"], "no frame was cut in the middle"
-
-
-def readable(descriptor: int) -> bool:
-    return bool(select.select([descriptor], [], [], 0.2)[0])
-
-
-@pytest.mark.timeout(60)
-def test_the_rest_of_a_frame_that_nobody_read_comes_before_nothing_else(pair: Pair):
-    """Once the block is removed: a frame that was begun is dropped after a second without a reader."""
-    screen = blocked_screen(pair)
-    screen.remove()
-    while readable(pair.master):
-        pair.read()
-    screen.draw(["next"])
-    assert pair.read() == "next"
+    pair.resize(24, 80)
+    console = Console(pair.stream)
+    with Screen(console, TERMINAL).shown() as screen:
+        for number in range(5000):
+            screen.draw(at(number, incident="x" * 60))
+        assert not screen.is_closed
+        console.line("an error that nobody may miss")
+        terminal = SmallTerminal()
+        terminal.write(pair.read())
+        screen.draw(at(5000))
+        terminal.write(pair.read())
+    assert terminal.lines == ["an error that nobody may miss", "run: training, step 5000", "incidents  none"]
 
 
 @pytest.mark.timeout(60)
-def test_a_pipe_without_a_reader_delays_nothing():
+def test_what_nobody_reads_is_dropped_when_the_block_ends(pair: Pair):
+    screen = Screen(Console(pair.stream), TERMINAL)
+    with screen.shown():
+        for number in range(5000):
+            screen.draw(at(number, incident="x" * 60))
+    pair.read()
+    screen.print_line("next")
+    assert pair.read() == "next\n"
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_without_a_reader_delays_nothing_and_what_waits_for_one_is_bounded():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb") as other:
-        screen = Screen(Console(stream), TERMINAL)
-        for number in range(5000):
-            screen.print_line(f"line {number} " + "x" * 90)
+        outlet = Outlet(stream)
+        for number in range(50_000):
+            outlet.write(f"line {number} " + "x" * 90 + "\n")
         os.set_blocking(other.fileno(), False)
-        lines = other.read().decode().splitlines()
-    assert 10 < len(lines) < 5000 and lines[-1].startswith(f"line {len(lines) - 1} ")
+        lines = []
+        while content := other.read():
+            lines += content.decode().splitlines(keepends=True)
+            outlet.flush()
+        outlet.close()
+    lines = "".join(lines).splitlines()
+    assert 10_000 < len(lines) < 50_000 and lines[-1].startswith(f"line {len(lines) - 1} ")
 
 
 def test_a_closed_terminal_gets_no_more_output_and_letters_that_it_lacks_are_replaced(tmp_path: Path):
@@ -181,29 +172,6 @@ def test_a_closed_terminal_gets_no_more_output_and_letters_that_it_lacks_are_rep
     screen = Screen(Console(stream), TERMINAL)
     screen.print_line("one")
     assert screen.is_closed
-    screen.draw(["two"])
+    screen.print_line("two")
     with suppress(BrokenPipeError):
         stream.close()
-
-
-class InterruptedOnce(Shown):
-    """Ctrl-C comes right after the first write."""
-
-    has_come = False
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        if not self.has_come:
-            self.has_come = True
-            raise KeyboardInterrupt
-        return written
-
-
-def test_what_follows_an_interruption_begins_on_a_line_of_its_own():
-    stream = InterruptedOnce()
-    console = Console(stream)
-    screen = Screen(console, TERMINAL)
-    with pytest.raises(KeyboardInterrupt), screen.shown():
-        screen.draw(["one", "two"])
-    console.line("stopped")
-    assert shown_by(stream) == ["one", "two", "stopped", ""]

@@ -35,7 +35,7 @@ from shardwise.launch.show.follow import Progress, WatchedRun, render_status, re
 from shardwise.launch.show.recorded_run import read_recorded
 from shardwise.launch.show.report import render_run
 from shardwise.launch.show.run_page import comparison_page, run_page
-from shardwise.launch.show.view import ASCII, block_lines, log_line
+from shardwise.launch.show.view import block, log_line
 from shardwise.launch.terminal import Console
 from shardwise.launch.track.offline import offline_logs
 from shardwise.launch.track.tracker import PREDICTED, predicted_series, series_name
@@ -151,7 +151,7 @@ def surfaces_of_a_run(run: Finished) -> dict[str, str]:
         "report of several": page_text(comparison, width=200),
         "notebook, text": repr(result),
         "notebook, page": text_in(result._repr_html_()),
-        "watch": "\n".join(block_lines(view, width=200, glyphs=ASCII)),
+        "watch": block(view, width=200, is_ascii=True).plain,
         "log line": log_line(view),
         "status": render_status(status_in(run.run_dir), base=run.run_dir.parent),
         "ui list": text_in(pages.runs_content(runs, {}).parts["table"]),
@@ -169,9 +169,9 @@ def surfaces_of_a_training(run: Finished) -> dict[str, str]:
     view, shown = WatchedRun(folder, environment=environment).look().view, progress.view()
     runs, recorded, status = Runs(folder.parent), read_recorded(folder), status_in(folder)
     found = {
-        "block of train": "\n".join(block_lines(shown, width=200, glyphs=ASCII)),
+        "block of train": block(shown, width=200, is_ascii=True).plain,
         "log line of train": log_line(shown),
-        "watch": "\n".join(block_lines(view, width=200, glyphs=ASCII)),
+        "watch": block(view, width=200, is_ascii=True).plain,
         "status": render_status(status, base=folder.parent),
         "status of all": render_table([status], base=folder.parent),
         "ui list": text_in(pages.runs_content(runs, {}).parts["table"]),
