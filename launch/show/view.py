@@ -33,30 +33,10 @@ _MOST_POINTS = 512
 
 
 class Point(NamedTuple):
-    """A value at a step; of several steps, their mean at the last of them."""
+    """A value at a step."""
 
     step: int
     value: float
-    num_steps: int = 1
-
-
-class Curve:
-    """Points in the order of their steps; neighbours are joined if there are too many."""
-
-    def __init__(self) -> None:
-        self._points: list[Point] = []
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        return tuple(self._points)
-
-    def add(self, step: int, value: float) -> None:
-        """A repeated step, after a run went back to a checkpoint, replaces the points from that step on."""
-        while self._points and self._points[-1].step >= step:
-            self._points.pop()
-        self._points.append(Point(step, value))
-        if len(self._points) > _MOST_POINTS:
-            self._points = _halved(self._points)
 
 
 def sparkline(points: Sequence[Point], *, width: int, levels: str) -> str:
@@ -73,29 +53,17 @@ def sparkline(points: Sequence[Point], *, width: int, levels: str) -> str:
     return "".join(levels[round((mean - low) / (high - low) * (len(levels) - 1))] for mean in means)
 
 
-def _halved(points: Sequence[Point]) -> list[Point]:
-    """Halves the number of points in the older half; the newer half is unchanged."""
-    old, new = points[: len(points) // 2], points[len(points) // 2 :]
-    pairs = [old[place : place + 2] for place in range(0, len(old), 2)]
-    return [_joined(pair) for pair in pairs] + list(new)
-
-
-def _joined(points: Sequence[Point]) -> Point:
-    num_steps = sum(point.num_steps for point in points)
-    return Point(points[-1].step, sum(point.value * point.num_steps for point in points) / num_steps, num_steps)
-
-
 def _columns(points: Sequence[Point], width: int) -> list[float]:
     """Means of equal ranges of steps; one without a point repeats the previous mean."""
     if len(points) <= width:
         return [point.value for point in points]
     first, last = points[0].step, points[-1].step
-    ranges: list[list[Point]] = [[] for _ in range(width)]
+    ranges: list[list[float]] = [[] for _ in range(width)]
     for point in points:
-        ranges[(point.step - first) * width // (last - first + 1)].append(point)
+        ranges[(point.step - first) * width // (last - first + 1)].append(point.value)
     means: list[float] = []
-    for members in ranges:
-        means.append(_joined(members).value if members else means[-1])
+    for values in ranges:
+        means.append(sum(values) / len(values) if values else means[-1])
     return means
 
 
@@ -160,7 +128,7 @@ class StepLog:
         self.last: dict[str, Any] = {}  # the newest figure of each name
         self.num_skipped = 0
         self.incidents: list[str] = []
-        self.curve = Curve()  # of the loss
+        self.curve: list[Point] = []  # of the loss; of a long run, fewer points of its older steps
         self._recent: deque[dict[str, Any]] = deque(maxlen=NUM_RECENT_STEPS)
         self._first_seen: tuple[int, float] | None = None
         self._last_seen: tuple[int, float] | None = None
@@ -184,10 +152,19 @@ class StepLog:
         self.num_skipped += bool(row.get("skipped"))
         self.incidents += row.get("incidents", ())
         if isinstance(row.get("loss"), int | float):
-            self.curve.add(row["step"], float(row["loss"]))
+            self._add_loss(row["step"], float(row["loss"]))
         if seen_s is not None:
             self._first_seen = self._first_seen or (row["step"], seen_s)
             self._last_seen = (row["step"], seen_s)
+
+    def _add_loss(self, step: int, loss: float) -> None:
+        """A repeated step, after a run went back to a checkpoint, replaces the points from that step on."""
+        while self.curve and self.curve[-1].step >= step:
+            self.curve.pop()
+        self.curve.append(Point(step, loss))
+        if len(self.curve) > _MOST_POINTS:
+            older = slice(len(self.curve) // 2)
+            self.curve[older] = self.curve[older][::2]
 
     def tokens_per_s(self) -> float | None:
         """The rate over the last steps together."""
@@ -236,7 +213,7 @@ def view_of(
         num_steps=num_steps,
         attempt=attempt,
         seconds_left=steps.seconds_left(num_steps) if is_running and num_steps is not None else None,
-        curve=steps.curve.points,
+        curve=tuple(steps.curve),
         loss=row.get("loss"),
         eval_loss=row.get("eval_loss"),
         lr=row.get("lr"),
