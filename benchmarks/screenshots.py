@@ -52,7 +52,7 @@ class Shot(NamedTuple):
 
 SHOTS = (
     Shot("report-light", "report", "predicted and measured", "loss", DESK, is_dark=False),
-    Shot("report-dark", "report", "throughput", "memory of", DESK, is_dark=True),
+    Shot("report-dark", "report", "throughput", "memory of a device during", DESK, is_dark=True),
     Shot("report-phone", "report", "predicted and measured", "throughput", PHONE, is_dark=False),
     Shot("comparison-light", "comparison", "figures", "training loss", DESK, is_dark=False),
     Shot("plan-dark", "plan", "memory of", "memory of", DESK, is_dark=True),

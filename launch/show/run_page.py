@@ -61,7 +61,7 @@ from shardwise.trainer.spec.hardware import DeviceKind, Gpu
 from shardwise.trainer.spec.job.fields import job_tree
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import AttemptRecord, Ending, MemoryPoint
+from shardwise.trainer.spec.report import AttemptRecord, Ending, MemoryFigures, MemoryPoint
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
 _MOST_REJECTIONS = 5
@@ -85,7 +85,8 @@ def run_page(run: RecordedRun, *, smoothing: float = 0.0) -> Page:
         "lr": _section("learning rate", _charts(lr_chart(run))),
         "step": _section("time of a step", _step_time(run)),
         "device": _section("use of a device", _charts(*device_charts(run))),
-        "memory": _section("memory of a device", _memory(run)),
+        "memory": _section("memory of a device", _charts(memory_chart(run))),
+        "step-memory": _section("memory of a device during one step", _step_memory(run.measured.memory)),
         "incidents": _section("incidents", _incidents(run)),
         "attempts": _section("attempts", _attempts(run)),
         **({} if run.plan is None else dict(_planned(run, run.plan))),
@@ -159,16 +160,14 @@ def _step_time(run: RecordedRun) -> list[Block]:
     return [*blocks, step_parts_chart(run)] if run.curve else blocks
 
 
-def _memory(run: RecordedRun) -> list[Block]:
-    measured = run.measured.memory
+def _step_memory(measured: MemoryFigures) -> list[Block]:
     blocks: list[Block] = []
     if measured.peaks:
         peaks = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in measured.peaks.items())
         blocks.append(Sentence(text=f"allocated at most in each phase of the profiled step: {peaks}"))
     if measured.timeline:
         blocks.append(timeline_chart(measured.timeline))
-    chart = memory_chart(run)
-    return [*blocks, chart] if chart.series else blocks
+    return blocks
 
 
 def _incidents(run: RecordedRun) -> list[Block]:
@@ -416,7 +415,7 @@ def _places(run: RecordedRun, axis: XAxis) -> _Places | None:
 
 def on_axis(chart: LineChart, run: RecordedRun, axis: XAxis) -> LineChart:
     """A chart over the steps of a run on another axis; as it is if the run lacks the figure."""
-    places = None if axis is XAxis.STEPS or chart.x_label != STEP_LABEL else _places(run, axis)
+    places = None if axis is XAxis.STEPS else _places(run, axis)
     return chart if places is None else _moved(chart, places, axis)
 
 

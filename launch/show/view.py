@@ -24,7 +24,6 @@ from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.secrets import printable, redact
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
 
-
 if TYPE_CHECKING:
     from rich.text import Text
 

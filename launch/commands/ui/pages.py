@@ -6,7 +6,6 @@ which escapes every value. Charts and tables are escaped by `block_html`.
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from shardwise.launch.rundir.state import RunState
 from shardwise.launch.show.recorded_run import RecordedRun
 from shardwise.launch.show.report import PROCESS_RAM
 from shardwise.launch.show.run_page import (
-    STEP_LABEL,
     XAxis,
     comparison_page,
     on_axis,
@@ -33,8 +31,8 @@ from shardwise.launch.show.run_page import (
     settings_table,
 )
 from shardwise.launch.show.view import LiveView, MemoryGauge
-from shardwise.trainer.planning.page.content import Block, LineChart, Points, Quote, Section, Sentence, Series, Unit
-from shardwise.trainer.planning.page.html import axes_of, block_html, line_chart_html, line_path
+from shardwise.trainer.planning.page.content import Block, LineChart, Quote, Section, Sentence, Unit
+from shardwise.trainer.planning.page.html import axes_of, block_html, line_chart_html
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.secrets import printable
@@ -63,7 +61,7 @@ _FULL_SHARE = 0.95
 Query = Mapping[str, list[str]]
 
 
-_TITLES = ("", "run", "state", "progress", "loss", "", "held-out", "tokens/s", "time", "model", "started")
+_TITLES = ("", "run", "state", "progress", "loss", "held-out", "tokens/s", "time", "model", "started")
 
 
 class Row(NamedTuple):
@@ -80,7 +78,6 @@ class Row(NamedTuple):
     share: float = 0.0  # of the steps
     steps: str = "-"
     loss: float | None = None
-    spark: str = ""
     eval_loss: float | None = None
     rate: float | None = None
     seconds: float | None = None  # that are left, or that the run had
@@ -132,7 +129,6 @@ def _row(run: Summary) -> Row:
         share=(status.step or 0) / status.num_steps if status.num_steps else 0.0,
         steps="-" if status.step is None else f"{status.step:,}{of}",
         loss=status.loss,
-        spark=_spark(run.curve),
         eval_loss=status.eval_loss,
         rate=status.tokens_per_s,
         seconds=spent if left is None else left,
@@ -150,21 +146,6 @@ def _model_text(plan: Plan) -> str:
     return f"{model.rstrip('/').rpartition('/')[2]}, {plan.chosen.method}"
 
 
-@lru_cache(maxsize=MOST_RUNS)
-def _spark(points: Points) -> str:
-    """A small curve of the loss."""
-    chart = LineChart(
-        caption="", x_label="", unit=Unit.NUMBER, series=(Series(name="", points=points),), from_zero=False
-    )
-    axes = axes_of(chart)
-    if axes is None or len(points) < 2:
-        return ""
-    return Markup(
-        '<svg class="spark" viewBox="0 0 1000 180" preserveAspectRatio="none" aria-hidden="true">'
-        '<path class="line c0" d="{}"/></svg>'
-    ).format(line_path(points, axes))
-
-
 def run_content(runs: Runs, query: Query) -> Content:
     """One run, live or ended."""
     name = _only(query, "name")
@@ -172,9 +153,8 @@ def run_content(runs: Runs, query: Query) -> Content:
     axis, scale = XAxis(_choice(query, "x", tuple(XAxis))), _choice(query, "scale", SCALES)
     whole = runs.whole(name)
     sections = {section.name: section for section in run_page(whole.run, smoothing=smoothing).sections}
-    charts = {key: _over_steps(sections[key]) for key in _CHARTS if key in sections}
+    charts = {key: sections[key] for key in _CHARTS if key in sections}
     others = [sections[key] for key in sections if key not in (*_FOLDED, *_CHARTS, "end", "incidents")]
-    others += [rest for key in charts if (rest := _without_steps(sections[key])) is not None]
     folded = [section for key, section in sections.items() if key in _FOLDED]
     for key, section in charts.items():
         is_log = scale == "log" and key in _LOG_CHARTS
@@ -246,24 +226,6 @@ def _log(run_dir: Path) -> Markup:
         return Markup()
     title = f"log, last {len(found)} lines"
     return folded_html(Section(title=title, name="log", blocks=(Quote(label=CONSOLE_LOG, text="\n".join(found)),)))
-
-
-def _over_steps(section: Section) -> Section:
-    """The section with its charts over the steps of the run, and its sentences if it has no other chart."""
-    rest = _without_steps(section)
-    return section if rest is None else replace(section, blocks=tuple(filter(_has_step_axis, section.blocks)))
-
-
-def _without_steps(section: Section) -> Section | None:
-    """The blocks of a section other than charts over steps, if one is a chart over the time of a step."""
-    blocks = tuple(block for block in section.blocks if not _has_step_axis(block))
-    if not any(isinstance(block, LineChart) for block in blocks):
-        return None
-    return replace(section, title=f"{section.title} during one step", blocks=blocks)
-
-
-def _has_step_axis(block: Block) -> bool:
-    return isinstance(block, LineChart) and block.x_label == STEP_LABEL
 
 
 def _tab(view: LiveView, name: str) -> str:

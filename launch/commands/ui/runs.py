@@ -19,20 +19,16 @@ import msgspec
 from shardwise.launch.commands.ui.chats import Chats
 from shardwise.launch.rundir.files import is_run_dir, read_run
 from shardwise.launch.rundir.lock import LOCK
-from shardwise.launch.rundir.metrics import MAX_METRICS_LINES, RecordedSteps, Step, parse_row, tail_rows
+from shardwise.launch.rundir.metrics import MAX_METRICS_LINES, RecordedSteps, Step
 from shardwise.launch.rundir.state import Queue, RunState, RunStatus, read_liveness, runs_below, status_of
 from shardwise.launch.show.follow import QUERY_S, Look, WatchedRun
 from shardwise.launch.show.recorded_run import RecordedRun, read_recorded
 from shardwise.launch.show.run_page import settings_of
-from shardwise.trainer.planning.page.content import Points
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError, ShardwiseError
 from shardwise.trainer.spec.plan import Plan
 
 MOST_RUNS = 300  # in the list, the newest ones
 _MOST_FOLLOWED = 24  # whole runs in memory
-_NUM_SAMPLES = 64  # of the small curve in the list
-_SAMPLED_FROM, _SAMPLE_BYTES = 1 << 18, 1 << 12  # a longer file is read at places equally far apart
 _MOST_OUTPUT_BYTES = 4096  # of a training that a page started
 _WATCHED = ("plan.json", "metrics.jsonl", "report.json", "submission.json", "cancelled", LOCK, "attempts")
 _MAY_CHANGE = (RunState.WAITING, RunState.STARTING, RunState.RUNNING, RunState.UNKNOWN)
@@ -45,7 +41,6 @@ class Summary(NamedTuple):
     started_s: float  # in seconds of the epoch
     status: RunStatus | None = None
     plan: Plan | None = None
-    curve: Points = ()  # of the loss
     problem: str | None = None  # why there is no status
     settings: Mapping[str, Any] = {}  # of the job, by their paths
 
@@ -150,9 +145,8 @@ class Runs:
         files = read_run(path)
         liveness = read_liveness(files, self._queue, reads_ended=False, environment=os.environ)
         status = status_of(files, liveness, now_s=time.time(), last_line=None, logs=())
-        curve = loss_points(path / "metrics.jsonl")
         settings = {} if files.plan is None else settings_of(files.plan.job)
-        return Summary(name, started_s, status, files.plan, curve=curve, settings=settings)
+        return Summary(name, started_s, status, files.plan, settings=settings)
 
 
 class _Followed:
@@ -184,26 +178,6 @@ class _Followed:
             whole = WholeRun(look, read_recorded(self._run_dir, recorded))
             self._last = signature, whole
         return whole
-
-
-def loss_points(path: Path) -> Points:
-    """About `_NUM_SAMPLES` losses over a whole metrics.jsonl, of which a bounded part is read."""
-    try:
-        with codec.open_file(path) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            if size <= _SAMPLED_FROM:
-                rows = tail_rows(path, limit=_SAMPLED_FROM)
-                rows = rows[:: max(1, len(rows) // _NUM_SAMPLES)] + rows[-1:]
-            else:
-                rows = []
-                for number in range(_NUM_SAMPLES):
-                    stream.seek(number * (size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
-                    lines = stream.read(_SAMPLE_BYTES).split(b"\n")[1:-1]
-                    rows += [row for line in lines[:1] if (row := parse_row(line)) is not None]
-    except OSError:
-        return ()
-    points = {float(row["step"]): row["loss"] for row in rows if row.get("loss") is not None}
-    return tuple(sorted(points.items()))
 
 
 def _started_s(path: Path) -> float:

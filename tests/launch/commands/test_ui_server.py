@@ -24,7 +24,7 @@ from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_submission
 
 from shardwise.launch.commands.ui.chats import MOST_TURNS, Talk, Turn
-from shardwise.launch.commands.ui.runs import Runs, loss_points
+from shardwise.launch.commands.ui.runs import Runs
 from shardwise.launch.commands.ui.server import PORT, UiServer, run_ui
 from shardwise.launch.options import UiOptions
 from shardwise.launch.rundir.lock import locked
@@ -218,16 +218,6 @@ def test_new_steps_are_added_to_those_that_were_read(tmp_path: Path):
     (run / "plan.json").unlink()
     with pytest.raises(InputError, match="no such run"):
         runs.whole("one")
-
-
-def test_the_curve_of_a_long_file_is_sampled_from_its_whole_length(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "loss": {10 - step / 1e4:.4f}}}\n' for step in range(1, 50_001)))
-    points = loss_points(path)
-    assert len(points) == 64 and points[0][0] < 200 and points[-1][0] > 49_800
-    assert [loss for _, loss in points] == sorted((loss for _, loss in points), reverse=True)
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
-    assert [step for step, _ in loss_points(path)] == list(range(1, 31))
 
 
 def test_the_list_is_sorted_by_time_and_a_run_is_a_folder_of_its_own(tmp_path: Path):

@@ -26,8 +26,8 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Fault, Report, RollBack, Sample
 
 SECTIONS = [
-    "finished", "predicted", "loss", "throughput", "time", "memory", "the plan", "runners-up", "not chosen",
-    "notes", "sample", "verified", "hardware", "versions",
+    "finished", "predicted", "loss", "throughput", "time", "memory of a device", "memory of a device during",
+    "the plan", "runners-up", "not chosen", "notes", "sample", "verified", "hardware", "versions",
 ]  # fmt: skip
 
 
