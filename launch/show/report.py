@@ -9,7 +9,7 @@ import msgspec
 
 from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, end_line, state_line
 from shardwise.trainer.planning.memory import grouped
-from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table, paragraph
+from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table, paragraph, table
 from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures
 from shardwise.trainer.spec.report import (
@@ -48,7 +48,7 @@ def render_run(run: RecordedRun) -> str:
     if run.final_loss is not None:
         lines.append(f"  training loss {run.final_loss:.4f} at step {run.step}")
     if run.plan is not None:
-        lines += ["", *_comparison_lines(comparison_rows(run.predicted, run.measured))]
+        lines += ["", *table(comparison_rows(run.predicted, run.measured), right=(1, 2, 3), indent="")]
     return "\n".join(lines)
 
 
@@ -66,7 +66,7 @@ def render_report(
         lines += [f"  {attempt_line(attempt)}" for attempt in report.history]
     lines += [f"  incident: {incident}" for incident in report.incidents]
     lines += [line for text in loss_lines(report) for line in paragraph(text, width=width)]
-    lines += ["", *_comparison_lines(comparison_rows(report.predicted, report.measured, report=report))]
+    lines += ["", *table(comparison_rows(report.predicted, report.measured, report=report), right=(1, 2, 3), indent="")]
     times = [text for text in (parts_line(report.measured.speed.parts), device_line(report.device_time)) if text]
     lines += ["", *(line for text in times for line in paragraph(text, width=width, indent=""))] if times else []
     lines += [line for text in comparison_notes(report) for line in paragraph(text, width=width, indent="")]
@@ -194,14 +194,6 @@ def comparison_rows(
     if after.mfu is not None:
         rows.append(("MFU", shown(before.mfu, "{:.1%}".format), f"{after.mfu:.1%}", ""))
     return rows
-
-
-def _comparison_lines(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
-        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}".rstrip()
-        for row in rows
-    ]
 
 
 def _parts_of_time(report: Report) -> Iterator[tuple[str, str, str, tuple[float | None, float | None]]]:

@@ -144,7 +144,7 @@ class Screen:
         live = Live(console=terminal, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
                     vertical_overflow="crop")  # fmt: skip
         live.start()
-        terminal.show_cursor()  # a killed process would leave it hidden
+        terminal.show_cursor()  # or it would stay hidden after the process is killed
         return live
 
     def draw(self, view: LiveView) -> None:
