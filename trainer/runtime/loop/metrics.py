@@ -4,7 +4,7 @@ Rank 0 writes the file and flushes each line, so that a watcher sees it at once.
 names its attempt, and the last line of a step counts.
 
 Measuring has to be cheap, as it is paid for in every step: counters are read, no device is waited for, and no driver is
-queried (a thread does that). benchmarks/metrics_cost.py measures the price.
+queried (a thread does that).
 """
 
 import json
