@@ -247,6 +247,6 @@ def _nothing_fits(failed: list[Simulated]) -> str:
     times = f"{len(failed)} dry runs" if len(failed) > 1 else "its dry run"
     return (
         f"nothing fits by {times}: {nearest.text}; {format_bytes(nearest.memory.usable_bytes)} are usable\n"
-        "smallest change that would fit: shorter sequences (train.seq_len), or a device with "
+        "would fit with shorter sequences (train.seq_len), or a device with "
         f"{format_bytes(nearest.memory.need_bytes)} usable"
     )

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 from planning_factory import machine, plan_of
 
-from shardwise.trainer.planning import reasons
+from shardwise.trainer.planning.explain import alternatives
+from shardwise.trainer.planning.explain.alternatives import WORTH_OPTING_IN, Alternative, opt_ins
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.reasons import WORTH_A_LINE, WORTH_OPTING_IN, OptIn, opt_ins
+from shardwise.trainer.planning.reasons import WORTH_A_LINE
 from shardwise.trainer.planning.search.choice import seconds_of
 from shardwise.trainer.planning.search.configurations import SAME_SPEED
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -27,7 +28,7 @@ CASES = [
 ]
 
 
-def found_in(plan: Plan) -> dict[Allowance, OptIn]:
+def found_in(plan: Plan) -> dict[Allowance | None, Alternative]:
     return {opt_in.allowance: opt_in for opt_in in opt_ins(context_of(plan), plan)}
 
 
@@ -49,7 +50,7 @@ def test_an_opt_in_is_what_a_plan_with_it_would_choose(model, spec, method, monk
         if allowance in found:
             seconds, best = (seconds_of(context, each) for each in (found[allowance].candidate, allowed))
             assert best == pytest.approx(seconds, rel=SAME_SPEED)
-    monkeypatch.setattr(reasons, "_may_be_faster", lambda *_: True)
+    monkeypatch.setattr(alternatives, "_may_be_faster", lambda *_: True)
     assert found_in(plan) == found
 
 

@@ -1,4 +1,4 @@
-"""Reasons for the chosen settings, the notes of a plan, and the gains of opting in: sentences, each with its number.
+"""Reasons for the chosen settings, and the notes of a plan: sentences, each with its number.
 
 Notes are about the cost of row lengths and the certainty of a plan's figures.
 """
@@ -18,20 +18,18 @@ from shardwise.trainer.planning.candidates import (
     wishes_adapters,
     with_micro_batch,
 )
-from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.rules.rule import Rule, broken_by_job, may_run, refuse, rule_named
+from shardwise.trainer.planning.rules.rule import may_run, refuse
 from shardwise.trainer.planning.rules.rule_input import capability_text
 from shardwise.trainer.planning.schedule import idle_run_warnings, padding_share, usual_rate, widths_at
 from shardwise.trainer.planning.search.certainty import certainty_text, trial_text
-from shardwise.trainer.planning.search.choice import best_of, one_a_kind, seconds_of
+from shardwise.trainer.planning.search.choice import best_of, one_a_kind
 from shardwise.trainer.planning.search.configurations import (
     SAME_SPEED,
     attention,
     least_need,
     micro_batches,
     shard_groups,
-    starts_of,
 )
 from shardwise.trainer.planning.search.packages import missing_kernels
 from shardwise.trainer.planning.search.traced_blocks import kernel_warnings, traced_notes
@@ -44,12 +42,12 @@ from shardwise.trainer.spec.fp8 import FP8_RECIPES
 from shardwise.trainer.spec.host_ram import NEARLY_FULL
 from shardwise.trainer.spec.job.sections import Allowance, Objective
 from shardwise.trainer.spec.messages.extension import Hook
-from shardwise.trainer.spec.plan import Candidate, Plan, Rejection, TrialResult
-from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision, Strategy
+from shardwise.trainer.spec.plan import Candidate, TrialResult
+from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision
 from shardwise.trainer.spec.units import format_bytes, format_seconds
-from shardwise.trainer.spec.value import Value
 
 WORTH_REPORTING = 0.005  # of the tokens
+WORTH_A_LINE = 1.10  # times as fast
 
 
 def data_text(data: DataProfile, micro_batch: int, *, can_pack: bool = True) -> tuple[str, ...]:
@@ -460,84 +458,3 @@ def _error_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> I
             f"{fastest.strategy.name} (--take {number}) is predicted {ratio:.2f}x as fast, but within {its:.0%} where "
             f"{chosen.strategy.name} is within {ours:.0%}: the gain is less than the difference"
         )
-
-
-WORTH_A_LINE = 1.10  # times as fast
-WORTH_OPTING_IN = 1.25  # times the memory
-
-
-class OptIn(Value, frozen=True, kw_only=True):
-    """The candidate that a plan with one more entry of `allow` would choose."""
-
-    allowance: Allowance
-    candidate: Candidate
-
-    @property
-    def effect(self) -> str:
-        """Effect on the mathematics."""
-        if self.allowance is Allowance.BF16_REDUCTION:
-            return "rounds sums over ranks"
-        if self.candidate.is_exact:
-            return "exact"
-        if self.candidate.tf32 or self.allowance is Allowance.FP8:
-            return "rounds products"
-        return "does not clip" if self.candidate.strategy.is_exact else "changes the update"
-
-
-def opt_ins(context: PlanningContext, plan: Plan) -> Iterator[OptIn]:
-    """Opt-ins that are missing from `allow` and would lead to a faster plan, or one as fast in less memory."""
-    waiting = list(_waiting(plan.rejections))
-    starts = list(starts_of(context, plan.chosen.strategy))
-    for allowance in Allowance:
-        if allowance not in context.job.allow:
-            candidate = _opened_by(context, allowance, waiting, plan.chosen, starts)
-            if candidate is not None and _is_worth_opting_in(candidate, plan.chosen):
-                yield OptIn(allowance=allowance, candidate=candidate)
-
-
-def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]:
-    """Strategies that a missing opt-in refuses, each with its rule; they break none but rules of the job."""
-    rows = {row.name: row for row in CATALOGUE}
-    for rejection in rejections:
-        rule = None if rejection.rule is None else rule_named(rejection.rule)
-        if rule is not None and rule.needs_opt_in:
-            yield rows[rejection.strategy], rule
-
-
-def _opened_by(
-    context: PlanningContext,
-    allowance: Allowance,
-    waiting: Sequence[tuple[Strategy, Rule]],
-    chosen: Candidate,
-    starts: Sequence[Configuration],
-) -> Candidate | None:
-    """The best that this opt-in adds: one of the `waiting` strategies, or the chosen one with a setting of it.
-
-    `starts` are those of the chosen one without it. None if a plan with the opt-in would not prefer what it adds.
-    """
-    allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
-    opened = [
-        row
-        for row, rule in waiting
-        if not rule.is_broken(allowed, row)
-        and broken_by_job(allowed, row) is None
-        and _may_be_faster(row, chosen.strategy)
-    ]
-    changed = (chosen.strategy,) if list(starts_of(allowed, chosen.strategy)) != starts else ()
-    rows = (*one_a_kind(opened), *changed)
-    return best_of(allowed, rows, chosen.strategy.layout, known_seconds=seconds_of(context, chosen))[0]
-
-
-def _may_be_faster(row: Strategy, chosen: Strategy) -> bool:
-    """False if `row` shards more than a strategy with all state on the devices, which was faster without an opt-in.
-
-    Opt-ins save memory, for which more sharding is the dearer way, unless the state moves to the host.
-    """
-    is_more = row.sharding.facts.zero_stage > chosen.sharding.facts.zero_stage
-    moves = row.optimizer.facts.is_paged or row.offload is not Offload.NONE or chosen.offload is not Offload.NONE
-    return not is_more or moves
-
-
-def _is_worth_opting_in(candidate: Candidate, chosen: Candidate) -> bool:
-    gains_time = chosen.speed.step_s > WORTH_A_LINE * candidate.speed.step_s
-    return gains_time or candidate.memory.need_bytes < chosen.memory.need_bytes / WORTH_OPTING_IN

@@ -6,8 +6,8 @@ from planning_factory import machine, plan_of
 from report_factory import calibration_of, record_of
 
 from shardwise.trainer.planning.candidates import run_hours
+from shardwise.trainer.planning.explain.alternatives import Alternative, gains
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
-from shardwise.trainer.planning.explain.gains import Gain, gains
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.planning.reasons import WORTH_A_LINE
 from shardwise.trainer.spec.plan import Plan
@@ -18,7 +18,7 @@ DESKTOP = machine("1xRTX-4060-Ti-16GB", ram_bytes=64 * GIB)
 QLORA: dict[str, Any] = {"method": Method.QLORA, "seq_len": 4096, "tokens_per_step": 131072}
 
 
-def found_in(plan: Plan) -> dict[str, Gain]:
+def found_in(plan: Plan) -> dict[str, Alternative]:
     return {gain.name: gain for gain in gains(context_of(plan), plan)}
 
 
@@ -44,7 +44,7 @@ def test_a_larger_global_batch_is_named_where_cards_wait_for_each_other_and_the_
     larger = plan_of("8b", "8xRTX-4090", method=Method.FULL, tokens_per_step=8 * 65536, seq_len=2048)
     assert gain.setting == "train.tokens_per_step=524288" and "times as fast" in gain.text
     assert gain.candidate.speed.step_s == larger.chosen.speed.step_s < 8 * plan.chosen.speed.step_s / 1.5
-    assert gain.hours < run_hours(context_of(plan), plan.chosen) / 1.5
+    assert gain.seconds < 3600 * run_hours(context_of(plan), plan.chosen) / 1.5
     short = plan_of("8b", "8xRTX-4090", method=Method.FULL, tokens_per_step=65536, seq_len=2048, steps=100)
     computing = plan_of("8b", "8xH100-SXM5-80GB", method=Method.FULL, tokens_per_step=524288, seq_len=2048)
     assert batch not in found_in(short) | found_in(larger) | found_in(computing)

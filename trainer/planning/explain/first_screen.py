@@ -6,7 +6,6 @@ or the mathematics; each has the exact setting that selects it. If lines are sho
 """
 
 import math
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import chain, islice
@@ -23,21 +22,20 @@ from shardwise.trainer.planning.candidates import (
 )
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.explain.alternatives import Alternative, gains, opt_ins
 from shardwise.trainer.planning.explain.coverage import coverage_gap
-from shardwise.trainer.planning.explain.gains import Gain, gains
 from shardwise.trainer.planning.page.content import paragraph, table
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.reasons import OptIn, fp8_obstacle, opt_ins
+from shardwise.trainer.planning.reasons import fp8_obstacle
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, run_error
 from shardwise.trainer.planning.tables.gpu_names import network_text
 from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload, Sharding
-from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.packages import extra_lines
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Method
 from shardwise.trainer.spec.units import format_bytes, format_count, format_seconds
-from shardwise.trainer.spec.value import Value, complete
+from shardwise.trainer.spec.value import Value
 
 MOST_LINES = 20
 MOST_WARNING_LINES = 5
@@ -61,16 +59,6 @@ class Line(Value, frozen=True, kw_only=True):
     text: str
     tone: Tone = Tone.PLAIN
     share: float | None = None
-
-
-class Alternative(Value, frozen=True, kw_only=True):
-    """Another way to run the job: its seconds and card bytes if they are known, its effect, and how to select it."""
-
-    name: str
-    effect: str
-    setting: str
-    seconds: float | None = None
-    need_bytes: int | None = None
 
 
 def first_screen(
@@ -354,10 +342,7 @@ def alternatives(plan: Plan, context: PlanningContext) -> Iterator[Alternative]:
     Each is searched when the iterator reaches it, so that a first screen does not search opt-ins that it cannot show.
     """
     runners_up, methods = _runners_up(plan, context), _methods(plan)
-    changes = chain(
-        (_gain(gain) for gain in gains(context, plan)),
-        (_opt_in(plan, context, opt_in) for opt_in in opt_ins(context, plan)),
-    )
+    changes = chain(gains(context, plan), opt_ins(context, plan))
     for found in (runners_up, methods, changes):
         yield from islice(found, 1)
     yield from chain(methods, changes, runners_up)
@@ -455,46 +440,6 @@ def _methods(plan: Plan) -> Iterator[Alternative]:
         )
 
 
-_OPT_INS = complete(
-    Allowance,
-    {
-        Allowance.OFFLOAD_CPU: "state in host RAM",
-        Allowance.OFFLOAD_NVME: "state on NVMe",
-        Allowance.OPTIMIZER_8BIT: "optimizer state in 8 bit",
-        Allowance.OPTIMIZER_APPROX: "another optimizer",
-        Allowance.BF16_WEIGHTS: "weights in bf16",
-        Allowance.BF16_REDUCTION: "gradients summed over ranks in bf16",
-        Allowance.FP8: "matrix products in fp8",
-        Allowance.TF32: "matrix products in tf32",
-        Allowance.UNCLIPPED: "updates in the backward",
-        Allowance.COMPILE: "torch.compile",
-    },
-    "the names of opt-ins",
-)
-
-
-def _opt_in(plan: Plan, context: PlanningContext, opt_in: OptIn) -> Alternative:
-    candidate = opt_in.candidate
-    allowed = ",".join((*plan.job.allow, opt_in.allowance))
-    return Alternative(
-        name=_OPT_INS[opt_in.allowance],
-        effect=opt_in.effect,
-        setting=shlex.quote(f"allow=[{allowed}]"),
-        seconds=run_hours(context, candidate) * 3600,
-        need_bytes=candidate.memory.need_bytes,
-    )
-
-
-def _gain(gain: Gain) -> Alternative:
-    return Alternative(
-        name=gain.name,
-        effect=gain.effect,
-        setting=gain.setting,
-        seconds=gain.hours * 3600,
-        need_bytes=gain.candidate.memory.need_bytes,
-    )
-
-
 def _alternative_lines(
     found: Sequence[Alternative], context: PlanningContext, room: int, width: int
 ) -> tuple[Line, ...]:
@@ -507,17 +452,8 @@ def _alternative_lines(
 
 
 def _table_lines(found: Sequence[Alternative], place: str, width: int) -> Iterator[Line]:
-    rows = [("  other ways", "time", place, "changes")]
-    rows += [
-        (
-            f"  {each.name}",
-            "-" if each.seconds is None else about(each.seconds),
-            "-" if each.need_bytes is None else format_bytes(each.need_bytes),
-            each.effect,
-        )
-        for each in found
-    ]
-    header, *lines = table(rows, right=(1, 2), indent="")
+    rows = alternative_rows(found, ("other ways", "time", place, "changes"))
+    header, *lines = table(rows, right=(1, 2))
     yield Line(text=header, tone=Tone.NOTE)
     column = max(len(line) + 2 for line, each in zip(lines, found, strict=True) if each.setting or line is lines[0])
     for line, each in zip(lines, found, strict=True):
@@ -530,6 +466,22 @@ def _table_lines(found: Sequence[Alternative], place: str, width: int) -> Iterat
         else:
             yield Line(text=line.removesuffix(each.effect).rstrip())
             yield from _wrapped(each.effect, width, Tone.PLAIN, indent="      ")
+
+
+def alternative_rows(found: Sequence[Alternative], heads: tuple[str, str, str, str]) -> list[tuple[str, ...]]:
+    """The rows of a table: name, time, memory and effect of each."""
+    return [
+        heads,
+        *(
+            (
+                each.name,
+                "-" if each.seconds is None else about(each.seconds),
+                "-" if each.need_bytes is None else format_bytes(each.need_bytes),
+                each.effect,
+            )
+            for each in found
+        ),
+    ]
 
 
 def _fallback(plan: Plan, width: int) -> Iterator[Line]:

@@ -18,13 +18,12 @@ from shardwise.trainer.planning.candidates import (
 )
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.explain.alternatives import Alternative, gains, opt_ins
 from shardwise.trainer.planning.explain.coverage import coverage_lines
 from shardwise.trainer.planning.explain.first_screen import memory_text
-from shardwise.trainer.planning.explain.gains import gains
 from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.reasons import OptIn, opt_ins
 from shardwise.trainer.planning.search.certainty import error_text, is_least, part_errors
 from shardwise.trainer.planning.speed.files import output_disk
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -423,23 +422,16 @@ def runners_up_section(plan: Plan, context: PlanningContext, top: int) -> Sectio
     )
 
 
-def opt_in_section(opt_ins: Sequence[OptIn], plan: Plan) -> Section | None:
+def opt_in_section(found: Sequence[Alternative], plan: Plan) -> Section | None:
     """Opt-ins that the job does not allow, and their gains."""
-    if not opt_ins:
+    if not found:
         return None
     rows = [("allow", "memory", "time", "", "strategy")]
-    for opt_in in opt_ins:
-        candidate = opt_in.candidate
-        ratio = candidate.speed.step_s / plan.chosen.speed.step_s
-        rows.append(
-            (
-                str(opt_in.allowance),
-                format_bytes(candidate.memory.need_bytes),
-                f"{ratio:.2f}x",
-                opt_in.effect,
-                candidate.strategy.name,
-            )
-        )
+    for each in found:
+        assert each.candidate is not None, "an opt-in has the candidate that it adds"
+        ratio = each.candidate.speed.step_s / plan.chosen.speed.step_s
+        need, strategy = format_bytes(each.candidate.memory.need_bytes), each.candidate.strategy.name
+        rows.append((str(each.allowance), need, f"{ratio:.2f}x", each.effect, strategy))
     return Section(
         title="what opting in would gain, compared with this plan",
         blocks=(Table(rows=tuple(rows), right=(1, 2), wide=4),),

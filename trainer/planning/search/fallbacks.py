@@ -1,11 +1,11 @@
-"""Fallbacks after an out of memory, and the smallest change that would make a strategy fit.
+"""Fallbacks after an out of memory, and the smallest change with which one strategy would fit.
 
 Fallbacks have the same global batch and each a lower predicted peak. They are ordered by cost: half the micro batch and
 twice the accumulation, recomputation, smaller slices of logits, smaller buffers, larger groups of hybrid sharding, a
 rank's whole share at once if accumulated gradients need more than activations, and last another place for the state.
 
-Remedies are ordered by their cost to the user: a setting of the job file, shorter sequences (down to a quarter), more
-of the same devices, and a larger device, whose size is named.
+Remedies are ordered by their cost to the user: shorter sequences (down to a quarter), more of the same devices, and a
+larger device, whose size is named.
 """
 
 import math
@@ -27,11 +27,10 @@ from shardwise.trainer.planning.candidates import (
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.rules.rule import may_run, obstacle_to
+from shardwise.trainer.planning.rules.rule import obstacle_to
 from shardwise.trainer.planning.schedule import shares_rate
 from shardwise.trainer.planning.search.configurations import (
     MIN_CHUNK_TOKENS,
-    best_candidate,
     can_fit,
     least_need,
     reductions,
@@ -39,9 +38,7 @@ from shardwise.trainer.planning.search.configurations import (
     smallest_buckets,
     strategy_need,
 )
-from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.errors import Attempt, NothingFitsError
-from shardwise.trainer.spec.job.sections import Allowance, Pin
 from shardwise.trainer.spec.plan import Candidate, MethodRow
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Strategy
 from shardwise.trainer.spec.units import format_bytes, format_count
@@ -130,15 +127,6 @@ def _smaller_configurations(context: PlanningContext, configuration: Configurati
 
 _MIN_SEQ_LEN = 128
 _MAX_DEVICE_FACTOR = 64
-_ANY_HOST_RAM_BYTES = 2**60
-# Opt-ins in the order in which they are proposed: those that keep the mathematics first.
-_ALLOWANCES = (
-    Allowance.OFFLOAD_CPU,
-    Allowance.UNCLIPPED,
-    Allowance.BF16_WEIGHTS,
-    Allowance.OPTIMIZER_8BIT,
-    Allowance.OPTIMIZER_APPROX,
-)
 
 
 def remedy_for(context: PlanningContext, smallest: Candidate) -> str | None:
@@ -205,28 +193,30 @@ def _tried(context: PlanningContext, smallest: Sequence[Candidate]) -> Iterator[
 def nothing_fits(
     context: PlanningContext, smallest: Sequence[Candidate], methods: Sequence[MethodRow]
 ) -> NothingFitsError:
-    """The error with both numbers and the smallest change; `smallest` has the smallest configurations."""
+    """The error with both numbers and a change that suffices; `smallest` has the smallest configurations.
+
+    Changes of the job that fit, such as an opt-in, are searched by `launch.commands.ways_out`.
+    """
     size = format_count(context.shape.num_parameters)
     model = f"{context.method} training of {size} parameters"
     fitting = [candidate for candidate in smallest if candidate.memory.fits]
-    changes = [*islice(_job_changes(context), 1), *_smaller_batch(context)] or [*_changes_together(context)]
     if fitting:
         timely = [candidate for candidate in fitting if excess(_untimed(context), candidate) is None]
         nearest = min(timely or fitting, key=lambda candidate: run_hours(context, candidate))
         over = excess(context, nearest)
         assert over is not None, "a row within every budget is a candidate"
         first = f"nothing fits: {model} ({nearest.strategy.name}) {over.reason}"
-        changes.append(" and ".join((remedy_for(context, nearest) or over.remedy, *_more_time(context, nearest, over))))
+        remedy = " and ".join((remedy_for(context, nearest) or over.remedy, *_more_time(context, nearest, over)))
     else:
         nearest = min(smallest, key=lambda candidate: candidate.memory.need_bytes)
         need = format_bytes(nearest.memory.need_bytes)
         first = f"nothing fits: {model} needs at least {need} ({nearest.strategy.name}); {context.device_text}"
-        changes.append(memory_remedy(context, nearest))
+        remedy = memory_remedy(context, nearest)
         held = replace(nearest, memory=replace(nearest.memory, usable_bytes=nearest.memory.need_bytes))
         over = excess(context, held)  # a larger device does not help if the host's RAM does not suffice
         if over is not None and over.is_host:
-            changes[-1] += f" and {over.remedy}"
-    lines = [first, f"smallest change that would fit: {', or '.join(changes)}"]
+            remedy += f" and {over.remedy}"
+    lines = [first, f"would fit with {remedy}"]
     others = [f"{row.method} ({format_bytes(row.memory_bytes or 0)})" for row in methods if row.is_within_limits]
     if others:
         lines.append(f"what would fit: {', '.join(others)}")
@@ -305,78 +295,3 @@ def _with_ranks(context: PlanningContext, num_ranks: int) -> PlanningContext:
         hardware=replace(hardware, gpus=gpus, num_nodes=num_nodes),
         device=replace(context.device, num_nodes=num_nodes, devices_per_node=per_node),
     )
-
-
-def _job_changes(context: PlanningContext) -> Iterator[str]:
-    """Settings of the job file that alone would let something fit."""
-    job = context.job
-    if context.host_ram_bytes is None and not context.is_cpu:
-        need = _host_ram_need(context)
-        if need is not None:
-            yield f"limits.host_ram: {whole_gib(need)}, if a node has it"
-    for field in Pin.__struct_fields__:
-        if getattr(job.pin, field) is not None:
-            loose = replace(job, pin=replace(job.pin, **{field: None}))
-            if _anything_fits(replace(context, job=loose), CATALOGUE):
-                yield f"remove pin.{field}"
-    for allowance in _ALLOWANCES:
-        if allowance not in job.allow:
-            allowed = replace(job, allow=(*job.allow, allowance))
-            if _anything_fits(replace(context, job=allowed), CATALOGUE):
-                yield f"allow: [{', '.join((*job.allow, allowance))}]"
-
-
-def _smaller_batch(context: PlanningContext) -> Iterator[str]:
-    smaller = _with_smaller_batch(context)
-    if smaller is not context and _anything_fits(smaller, CATALOGUE):
-        yield f"train.tokens_per_step: {smaller.schedule.tokens_per_step}"
-
-
-def _with_smaller_batch(context: PlanningContext) -> PlanningContext:
-    """One sequence a rank and step: no gradients are accumulated, and the update can run in the backward."""
-    num_ranks, schedule = context.num_ranks, context.schedule
-    if schedule.sequences_per_step <= num_ranks:
-        return context
-    tokens = num_ranks * context.job.train.seq_len
-    return replace(context, schedule=replace(schedule, sequences_per_step=num_ranks, tokens_per_step=tokens))
-
-
-def _changes_together(context: PlanningContext) -> Iterator[str]:
-    """The opt-ins, and the smaller batch, that are needed together where none suffices alone."""
-
-    def allowing(context: PlanningContext, allowances: Sequence[Allowance]) -> PlanningContext:
-        return replace(context, job=replace(context.job, allow=(*context.job.allow, *allowances)))
-
-    needed = [allowance for allowance in _ALLOWANCES if allowance not in context.job.allow]
-    smaller = _with_smaller_batch(context)
-    if not _anything_fits(allowing(smaller, needed), CATALOGUE):
-        return
-    base = context if _anything_fits(allowing(context, needed), CATALOGUE) else smaller
-    for allowance in reversed(_ALLOWANCES):
-        fewer = [other for other in needed if other is not allowance]
-        if _anything_fits(allowing(base, fewer), CATALOGUE):
-            needed = fewer
-    batch = f" and train.tokens_per_step: {base.schedule.tokens_per_step}" if base is not context else ""
-    yield f"allow: [{', '.join((*context.job.allow, *needed))}]{batch}"
-
-
-def _host_ram_need(context: PlanningContext) -> int | None:
-    """The least host RAM of a node with which anything fits, if the RAM of the nodes is unknown."""
-    job = context.job
-    limits, pin = replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES), job.pin
-    retained = replace(pin, activation_offload=bool(pin.activation_offload))  # less RAM, if slower
-    unlimited = replace(context, job=replace(job, limits=limits, pin=retained))
-    runnable = (row for row in CATALOGUE if may_run(unlimited, row))
-    found = [candidate for row in runnable if (candidate := best_candidate(unlimited, row)) is not None]
-    needs = [
-        candidate.memory.pinned_bytes + candidate.memory.host_bytes
-        for candidate in found
-        if excess(unlimited, candidate) is None
-    ]
-    return min(needs, default=None)
-
-
-def _anything_fits(context: PlanningContext, rows: Iterable[Strategy]) -> bool:
-    runnable = (row for row in rows if may_run(context, row))
-    found = (best_candidate(context, row) for row in runnable)
-    return any(candidate is not None and excess(context, candidate) is None for candidate in found)
