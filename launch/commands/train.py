@@ -36,7 +36,7 @@ from shardwise.launch.show.report import render_report
 from shardwise.launch.terminal import Console, show_lines, text_width
 from shardwise.trainer.planning.explain.first_screen import first_screen
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, NothingFitsError, ShardwiseError
 from shardwise.trainer.spec.job.sections import without_url
 from shardwise.trainer.spec.plan import Plan
 
@@ -44,7 +44,14 @@ from shardwise.trainer.spec.plan import Plan
 def run_train(options: TrainOptions, console: Console) -> ExitCode:
     """`train`, then its report as JSON, or the next commands."""
     notes = Console(sys.stderr) if options.as_json else console
-    outcome = train(options, notes)
+    try:
+        outcome = train(options, notes)
+    except NothingFitsError as error:
+        if options.nodes is not None or "SLURM_JOB_ID" in os.environ or options.job.suffix == ".json":
+            raise  # the plan of several machines, or one that was made before
+        from shardwise.launch.commands.ways_out import refused
+
+        return refused(error, options, Console(sys.stderr))
     if options.as_json and outcome.report is not None:
         console.json(outcome.report)
     if outcome.exit_code is ExitCode.DONE and outcome.run_dir is not None and outcome.report is not None:

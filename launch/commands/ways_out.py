@@ -15,20 +15,20 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shardwise.launch.commands.plan import machines, plan_command
-from shardwise.launch.options import PlanOptions
+from shardwise.launch.options import PlanOptions, TrainOptions
 from shardwise.launch.plan.gather import PlanInputs, plan_inputs, profile_data
 from shardwise.launch.terminal import Console, show_lines, text_width, write_page
 from shardwise.trainer.planning.candidates import run_seconds, run_totals
-from shardwise.trainer.planning.explain.first_screen import Line, Tone, about
+from shardwise.trainer.planning.explain.alternatives import Alternative
+from shardwise.trainer.planning.explain.first_screen import Line, Tone, alternative_rows
 from shardwise.trainer.planning.page.content import Page, Quote, Section, Sentence, Table, paragraph, table
 from shardwise.trainer.planning.planner import Extent, context_of
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
-from shardwise.trainer.spec.errors import Attempt, InputError, NothingFitsError
+from shardwise.trainer.spec.errors import Attempt, ExitCode, InputError, NothingFitsError
 from shardwise.trainer.spec.job.sections import Allowance, Pin
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
 from shardwise.trainer.spec.units import GIB, format_bytes, format_seconds
-from shardwise.trainer.spec.value import Value
 
 SHORTEST_ROW = 128  # tokens
 MOST_GPUS_OF_A_NODE, MOST_NODES = 8, 16
@@ -47,14 +47,15 @@ _ANY_NVME_GIB = 100_000
 Change = tuple[str, PlanOptions]  # what is different, and the command
 
 
-class WayOut(Value, frozen=True, kw_only=True):
-    """A change with which a plan fits: its command, the time of the run and the need of a card."""
-
-    name: str
-    command: str
-    method: str
-    seconds: float | None  # None: the speed of the device is not known
-    need_bytes: int  # of a card, or of a rank's RAM
+def refused(error: NothingFitsError, options: TrainOptions, console: Console) -> ExitCode:
+    """Prints the screen for a run that was not started; raises the error if nothing was searched."""
+    if not error.tried:
+        raise error
+    given = {name: getattr(options, name) for name in ("job", "overrides", "vram_cap_bytes", "gpus")}
+    plan_options = PlanOptions(**given, specs=[] if options.spec is None else [options.spec])
+    ((_, inputs),) = machines(plan_options)
+    show_ways_out(error, plan_options, inputs, console)
+    return ExitCode.NOTHING_FITS
 
 
 def show_ways_out(error: NothingFitsError, options: PlanOptions, inputs: PlanInputs, console: Console) -> None:
@@ -63,7 +64,12 @@ def show_ways_out(error: NothingFitsError, options: PlanOptions, inputs: PlanInp
     name = inputs.resolved.name
     if options.as_json:
         tried = [each._asdict() for each in error.tried]
-        console.json({"name": name, "fits": False, "reason": str(error), "tried": tried, "ways_out": ways})
+        found = [
+            {"name": way.name, "command": way.setting, "method": way.effect}
+            | {"seconds": way.seconds, "need_bytes": way.need_bytes}
+            for way in ways
+        ]
+        console.json({"name": name, "fits": False, "reason": str(error), "tried": tried, "ways_out": found})
     else:
         show_lines(screen(error, ways, name=name, width=text_width(console)), console)
     if options.html is not None:
@@ -72,7 +78,7 @@ def show_ways_out(error: NothingFitsError, options: PlanOptions, inputs: PlanInp
         write_page(options.html, pages_html([page(error, ways, name=name)], title=name))
 
 
-def screen(error: NothingFitsError, ways: Sequence[WayOut], *, name: str, width: int) -> tuple[Line, ...]:
+def screen(error: NothingFitsError, ways: Sequence[Alternative], *, name: str, width: int) -> tuple[Line, ...]:
     """The lines of the screen, of at most `width` columns but for the commands."""
     first, lines = str(error).splitlines()[0], []
     lines += [Line(text=text, tone=Tone.TITLE) for text in paragraph(f"{name}: {first}", width=width, indent="")]
@@ -81,20 +87,20 @@ def screen(error: NothingFitsError, ways: Sequence[WayOut], *, name: str, width:
     if not ways:
         text = f"no single change of this command fits; {' '.join(str(error).splitlines()[1:])}"
         return (*lines, *(Line(text=text) for text in paragraph(text, width=width)))
-    header, *rows = table(_way_rows(ways), right=(1, 2), width=width)
+    header, *rows = table(alternative_rows(ways, _HEADS), right=(1, 2), width=width)
     lines.append(Line(text=header, tone=Tone.NOTE))
     for row, way in zip(rows, ways, strict=True):
-        lines += [Line(text=row), Line(text=f"      {way.command}", tone=Tone.COMMAND)]
+        lines += [Line(text=row), Line(text=f"      {way.setting}", tone=Tone.COMMAND)]
     return tuple(lines)
 
 
-def page(error: NothingFitsError, ways: Sequence[WayOut], *, name: str) -> Page:
+def page(error: NothingFitsError, ways: Sequence[Alternative], *, name: str) -> Page:
     """The same as a page."""
-    commands = tuple(Quote(label=way.name, text=way.command) for way in ways)
+    commands = tuple(Quote(label=way.name, text=way.setting) for way in ways)
     first, *rest = str(error).splitlines()
     missing = tuple(Sentence(text=text) for text in (first, *rest))
     tried = Table(rows=tuple(_tried_rows(error.tried)), right=(2, 3, 4), wide=0)
-    table_of_ways = Table(rows=tuple(_way_rows(ways)), right=(1, 2))
+    table_of_ways = Table(rows=tuple(alternative_rows(ways, _HEADS)), right=(1, 2))
     return Page(
         title=f"{name}: nothing fits",
         sections=(
@@ -102,6 +108,9 @@ def page(error: NothingFitsError, ways: Sequence[WayOut], *, name: str) -> Page:
             Section(title="ways out", blocks=(table_of_ways, *commands)),
         ),
     )
+
+
+_HEADS = ("ways out", "time", "memory", "method")
 
 
 def _tried_rows(tried: Sequence[Attempt]) -> list[tuple[str, ...]]:
@@ -118,17 +127,9 @@ def _amount(resource: str, size: float) -> str:
     return f"{size:,.2f}" if resource == "cost" else format_bytes(round(size))
 
 
-def _way_rows(ways: Sequence[WayOut]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("ways out", "time", "memory", "method")]
-    for way in ways:
-        time = "-" if way.seconds is None else about(way.seconds)
-        rows.append((way.name, time, format_bytes(way.need_bytes), way.method))
-    return rows
-
-
 def ways_out(
     options: PlanOptions, inputs: PlanInputs, tried: Sequence[Attempt]
-) -> Iterator[tuple[WayOut, PlanOptions]]:
+) -> Iterator[tuple[Alternative, PlanOptions]]:
     """The smallest change of each kind that fits; combined changes only where no single setting fits."""
     options = replace(options, take=1)
     inputs = _with_all_methods(options, inputs)
@@ -167,7 +168,7 @@ def _loosest(options: PlanOptions, inputs: PlanInputs) -> PlanOptions:
 
 def _ways_of_settings(
     options: PlanOptions, inputs: PlanInputs, tried: Sequence[Attempt]
-) -> Iterator[tuple[WayOut, PlanOptions]]:
+) -> Iterator[tuple[Alternative, PlanOptions]]:
     found = False
     for changes in _settings(options, inputs, tried):
         for way in islice(_fitting(changes, inputs), 1):
@@ -177,7 +178,7 @@ def _ways_of_settings(
         yield from _together(options, inputs)
 
 
-def _fitting(changes: Iterable[Change], inputs: PlanInputs) -> Iterator[tuple[WayOut, PlanOptions]]:
+def _fitting(changes: Iterable[Change], inputs: PlanInputs) -> Iterator[tuple[Alternative, PlanOptions]]:
     for name, changed in changes:
         plan = _plan(changed, inputs)
         if plan is not None:
@@ -214,14 +215,16 @@ def _from_the_least(ladder: Sequence[Change], inputs: PlanInputs) -> Iterator[Ch
         yield ladder[bisect_left(steps, 1, key=lambda step: _plan(ladder[step][1], inputs) is not None)]
 
 
-def _way(name: str, options: PlanOptions, plan: Plan) -> WayOut:
+def _way(name: str, options: PlanOptions, plan: Plan) -> Alternative:
+    """A way out: its effect is the method, its setting the whole command."""
     context, chosen = context_of(plan), plan.chosen
-    return WayOut(
+    return Alternative(
         name=name,
-        command=plan_command(options),
-        method=str(chosen.method),
+        effect=str(chosen.method),
+        setting=plan_command(options),
         seconds=run_seconds(context, chosen),
         need_bytes=chosen.memory.need_bytes,
+        candidate=chosen,
     )
 
 
@@ -238,6 +241,12 @@ def _settings(options: PlanOptions, inputs: PlanInputs, tried: Sequence[Attempt]
             yield [(f"without pin.{field}", _with(options, f"pin.{field}=null"))]
     missing = [each for each in OPT_INS if each not in job.allow]
     yield ((f"opt in to {each}", _allowing(options, [each])) for each in missing)
+    if inputs.hardware.host.ram_bytes is None and job.limits.host_ram is None:
+        ladder = [
+            (f"{ram} GiB of host RAM, if a node has it", _with(options, f"limits.host_ram={ram}GiB"))
+            for ram in RAM_SIZES
+        ]
+        yield _from_the_least(ladder, inputs)
     yield _onto_nvme(options, inputs)
     yield _smaller_batch(options, inputs)
     yield _from_the_least(tuple(_shorter_rows(options, inputs)), inputs)
@@ -298,7 +307,7 @@ def _shorter_rows(options: PlanOptions, inputs: PlanInputs) -> Iterator[Change]:
         seq_len //= 2
 
 
-def _together(options: PlanOptions, inputs: PlanInputs) -> Iterator[tuple[WayOut, PlanOptions]]:
+def _together(options: PlanOptions, inputs: PlanInputs) -> Iterator[tuple[Alternative, PlanOptions]]:
     """The fewest opt-ins, then with the smaller batch and shorter rows, where none suffices alone."""
     job = inputs.resolved.job
     missing = [each for each in OPT_INS if each not in job.allow]

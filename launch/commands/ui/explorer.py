@@ -8,7 +8,7 @@ a form is opened.
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -21,8 +21,8 @@ from shardwise.launch.commands.plan import is_job_file, machines, plan_command, 
 from shardwise.launch.commands.ui.pages import Query, folded_html, section_html
 from shardwise.launch.commands.ui.render import Content, Tile, address, blocks_of, content_of
 from shardwise.launch.commands.ui.runs import Runs
-from shardwise.launch.commands.ways_out import WayOut, ways_out
 from shardwise.launch.commands.ways_out import page as no_plan_page
+from shardwise.launch.commands.ways_out import ways_out
 from shardwise.launch.inputs.model_files import find_known_model, known_models, similar_model
 from shardwise.launch.job.layers import read_override
 from shardwise.launch.options import PlanOptions, parse_command_line
@@ -30,6 +30,7 @@ from shardwise.launch.plan.gather import plan_inputs, profile_data
 from shardwise.trainer.planning.candidates import run_totals
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import machine_text
+from shardwise.trainer.planning.explain.alternatives import Alternative
 from shardwise.trainer.planning.explain.first_screen import (
     about,
     alternatives,
@@ -246,7 +247,10 @@ def plan_parts(form: Form, _stamp_of_file: int = 0) -> dict[str, str]:
     return _planned(
         **_verdict(plan, context),
         memory=section_html(replace(memory, blocks=memory.blocks[:1]), "card"),
-        ways=_ways(plan, context, form),
+        ways=[
+            _way(each, changed(form, each.setting) if each.setting else None, format_seconds)
+            for each in alternatives(plan, context)
+        ],
         back=address("/plan", **form._replace(take=1).query) if form.take > 1 else "",
         take=form.take,
         methods=section_html(replace(methods, blocks=methods.blocks[:1]), "card"),
@@ -271,7 +275,7 @@ def _no_plan(error: NothingFitsError, options: PlanOptions, form: Form, command:
         found = list(ways_out(options, inputs, error.tried))
     tried, _ = no_plan_page(error, [way for way, _ in found], name=form.model).sections
     memory = section_html(replace(tried, blocks=tried.blocks[-1:]), "card")
-    ways = [_way_out(way, form_of(form, changed)) for way, changed in found]
+    ways = [_way(replace(way, effect=""), form_of(form, options_of_way), about) for way, options_of_way in found]
     return _planned(**values, tried=True, memory=memory, ways=ways)
 
 
@@ -286,13 +290,15 @@ class Way(NamedTuple):
     effect: str = ""
 
 
-def _way_out(way: WayOut, form: Form | None) -> Way:
+def _way(each: Alternative, form: Form | None, format_time: Callable[[float], str]) -> Way:
+    """An alternative as a link to its own plan."""
     return Way(
-        way.name,
+        each.name,
         "" if form is None else address("/plan", **form.query),
-        "-" if way.seconds is None else about(way.seconds),
-        format_bytes(way.need_bytes),
-        way.command,
+        "-" if each.seconds is None else format_time(each.seconds),
+        "-" if each.need_bytes is None else format_bytes(each.need_bytes),
+        each.setting,
+        each.effect,
     )
 
 
@@ -359,21 +365,6 @@ def _tiles(plan: Plan, context: PlanningContext) -> Iterator[Tile]:
         share = host / granted if granted else None
         of = f"of {format_bytes(granted)} of a node" if granted else ""
         yield Tile("host RAM", format_bytes(host), (of,), share=share, is_full=share is not None and share > 0.9)
-
-
-def _ways(plan: Plan, context: PlanningContext, form: Form) -> list[Way]:
-    """Alternatives, each as a link to its own plan."""
-    return [
-        Way(
-            each.name,
-            address("/plan", **changed(form, each.setting).query) if each.setting else "",
-            "-" if each.seconds is None else format_seconds(each.seconds),
-            "-" if each.need_bytes is None else format_bytes(each.need_bytes),
-            each.setting,
-            each.effect,
-        )
-        for each in alternatives(plan, context)
-    ]
 
 
 def changed(form: Form, setting: str) -> Form:

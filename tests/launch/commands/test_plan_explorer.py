@@ -89,9 +89,9 @@ def test_a_hub_id_is_its_preset_and_unknown_opt_ins_are_left_out():
     assert [read_form({"card": [name]}).card for name in ("H100", "rtx 3090")] == ["H100-PCIe-80GB", "RTX-3090"]
 
 
-def test_where_nothing_fits_the_smallest_change_is_named():
+def test_where_nothing_fits_what_would_is_named():
     parts = plan_parts(Form(model="llama-3.1-70b", method="full", card="RTX-4060-8GB"))
-    assert "does not fit" in parts["verdict"] and "smallest change that would fit" in parts["verdict"]
+    assert "does not fit" in parts["verdict"] and "would fit with" in parts["verdict"]
     assert commands_of(parts)[0][:3] == ["shardwise", "plan", "llama-3.1-70b"] and "missing" in parts["memory"]
 
 

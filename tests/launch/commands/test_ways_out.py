@@ -10,7 +10,8 @@ import pytest
 from typed_command import Run, in_empty_home, typed
 
 from shardwise.launch.commands.ui.explorer import Form, plan_parts, read_form
-from shardwise.launch.commands.ways_out import WayOut, screen
+from shardwise.launch.commands.ways_out import screen
+from shardwise.trainer.planning.explain.alternatives import Alternative
 from shardwise.trainer.spec.errors import Attempt, ExitCode, NothingFitsError
 from shardwise.trainer.spec.units import GIB
 
@@ -57,6 +58,17 @@ def test_every_way_out_gives_a_plan_when_it_is_pasted(plan: Run, words: tuple[st
         assert code == ExitCode.DONE and ": fits," in " ".join(fitting.split()), (arguments, err)
 
 
+def test_a_run_that_cannot_be_planned_has_the_ways_out_of_its_plan(
+    plan: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr; nothing is started."""
+    job = str(Path(__file__).parents[3] / "examples" / "quickstart.yaml")
+    code, out, err = typed(capsys, "train", job, "limits.hours=1e-6")
+    (command,) = [shlex.split(line) for line in err.splitlines() if "limits.hours=1" in line.split()]
+    assert (code, out) == (ExitCode.NOTHING_FITS, "") and command[:3] == ["shardwise", "plan", job]
+    assert plan(*command[2:])[0] == ExitCode.DONE and not Path("runs").exists()
+
+
 def test_text_json_and_page_have_the_same_ways(plan: Run, tmp_path: Path) -> None:
     words, page = NOES["host RAM of a desktop"], tmp_path / "no.html"
     code, out, _ = plan(*words, "--json", "--html", str(page))
@@ -83,7 +95,7 @@ def test_lines_have_eighty_columns_but_for_the_commands() -> None:
     tried = [Attempt("full", strategy, "pinned host RAM", 1500 * GIB, 28 * GIB)]
     error = NothingFitsError(f"nothing fits: full training of 70.6B parameters ({strategy}) needs 1.5 TiB", tried)
     name, command = "opt-ins, rows of 16,384 tokens, 131,072 a step", "shardwise plan " + 90 * "m"
-    way = WayOut(name=name, command=command, method="galore", seconds=1e6, need_bytes=100 * GIB)
+    way = Alternative(name=name, effect="galore", setting=command, seconds=1e6, need_bytes=100 * GIB)
     lines = screen(error, [way], name="llama-3.1-70b", width=80)
     assert max(len(line.text) for line in lines if command not in line.text) <= 80
     assert any(line.text.strip() == command for line in lines), "a command is on a line of its own"

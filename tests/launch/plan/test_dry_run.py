@@ -208,7 +208,7 @@ def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
     answers, lines = simulated_results([("small", small), ("other", other)], Console())
     error = str(dict(answers)["small"])
     assert isinstance(dict(answers)["small"], NothingFitsError)
-    assert re.match(r".* needs .*; 100 MiB .*\n", error) and "smallest change" in error
+    assert re.match(r".* needs .*; 100 MiB .*\n", error) and "would fit with shorter" in error
     assert (dict(answers)["other"], list(lines)) == (other, ["other"])
 
 

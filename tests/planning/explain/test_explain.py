@@ -205,7 +205,7 @@ def test_machines_are_compared_in_one_table() -> None:
     for line, (spec, plan) in zip(lines[1:3], plans, strict=True):
         assert line.startswith(f"  {spec}") and plan.chosen.strategy.name in line
     told = " ".join(" ".join(lines[3:]).split())
-    assert "RTX-4060-8GB has 7.75 GiB usable" in told and "smallest change" in told
+    assert "RTX-4060-8GB has 7.75 GiB usable" in told and "would fit with a device" in told
 
 
 def test_the_verdict_names_the_fastest_and_the_cheapest_machine() -> None:

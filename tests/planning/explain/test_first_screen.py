@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from planning_factory import data_of, machine, plan_of
 
 from shardwise.trainer.planning.candidates import run_hours
+from shardwise.trainer.planning.explain.alternatives import Alternative
 from shardwise.trainer.planning.explain.first_screen import (
     MOST_LINES,
-    Alternative,
     Tone,
     _table_lines,
     alternatives,

@@ -33,7 +33,7 @@ class Alternative(Value, frozen=True, kw_only=True):
 
     name: str
     effect: str  # what it gains, or changes in the mathematics
-    setting: str  # words of the command line that select it, or the whole command; empty: it cannot be selected
+    setting: str  # what selects it on the command line, or the whole command; empty: nothing
     seconds: float | None = None  # of the run; None: not known
     need_bytes: int | None = None  # of a card, or of a rank's RAM
     candidate: Candidate | None = None  # that would run
