@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -161,7 +160,7 @@ def _assemble(
     topology = parse_topology(texts.get("topology", ""))
     known = {gpu.index: gpu.numa_node for gpu in gpus if gpu.numa_node is not None or gpu.is_mig_on}
     nodes: dict[int, int | None] = {**topology.numa_nodes, **known}
-    gpus = tuple(replace(gpu, numa_node=nodes.get(gpu.index)) for gpu in _with_card_facts(gpus))
+    gpus = tuple(replace(gpu, numa_node=nodes.get(gpu.index)) for gpu in gpus)
     whole = [gpu for gpu in gpus if not gpu.is_mig_on]
     peers, rates = parse_peer_access(texts.get("peer_access", "")), parse_nvlink_rates(texts.get("nvlinks", ""))
     return GpuFindings(
@@ -277,50 +276,6 @@ def _without_program(root: Path) -> GpuFindings:
             "nvidia-driver) and restart"
         )
     return GpuFindings(notes=(f"{named}, but {remedy}",), is_gpu_on_bus=True)
-
-
-def _with_card_facts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The cards, with figures of NVML for each that has no row in the tables."""
-    unknown = [gpu for gpu in gpus if gpu.spec_name is None and gpu.uuid and not gpu.is_mig_on]
-    if not unknown:
-        return tuple(gpus)
-    facts = _read_nvml([gpu.uuid or "" for gpu in unknown])
-    return tuple(replace(gpu, **facts.get(gpu.uuid or "", {})) if gpu in unknown else gpu for gpu in gpus)
-
-
-def _read_nvml(uuids: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Fields of `Gpu` that NVML reports, by UUID."""
-    try:
-        import pynvml
-    except ImportError:
-        return {}
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    try:
-        return {uuid: _facts_of(pynvml, uuid) for uuid in uuids}
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _facts_of(nvml: Any, uuid: str) -> dict[str, int]:  # noqa: ANN401  # NVML's binding is untyped
-    queries = {
-        "num_cuda_cores": ("nvmlDeviceGetNumGpuCores",),
-        "max_clock_mhz": ("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-        "memory_bus_bits": ("nvmlDeviceGetMemoryBusWidth",),
-        "max_memory_clock_mhz": ("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
-    }
-    facts = {}
-    for field, (function, *more) in queries.items():
-        try:
-            handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-            value = getattr(nvml, function)(handle, *more)
-        except nvml.NVMLError:  # this card, or this driver, does not report it
-            continue
-        if value:
-            facts[field] = int(value)
-    return facts
 
 
 def select_gpus(

@@ -25,7 +25,7 @@ from shardwise.launch.probe.gpus import (
 )
 from shardwise.launch.probe.host import read_host
 from shardwise.launch.probe.installed import installed_version, unfit_version
-from shardwise.trainer.planning.tables.gpu_names import rated_spec, spec_of
+from shardwise.trainer.planning.tables.gpu_names import spec_of
 from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy
@@ -66,7 +66,7 @@ def read_hardware(
     uneven, unfit = free_memory_note(chosen), unfit_version("kernels", user="transformers")
     host = replace(
         read_host(root=root, environment=environment),
-        is_desktop=any(spec.is_consumer for gpu in chosen if (spec := spec_of(gpu)) is not None),
+        is_desktop=any("GeForce" in gpu.name if (spec := spec_of(gpu)) is None else spec.is_consumer for gpu in chosen),
     )
     hardware = Hardware(
         gpus=chosen,
@@ -183,16 +183,9 @@ def _gpu_lines(gpu: Gpu) -> list[str]:
         f"{gpu.power_limit_w:g} W" if gpu.power_limit_w is not None else None,
         {True: "ECC on", False: "ECC off", None: None}[gpu.is_ecc_on],
         f"driver {gpu.driver}" if gpu.driver else None,
-        None if gpu.spec_name or gpu.is_mig_on else _rating_note(gpu),
+        None if gpu.spec_name or gpu.is_mig_on else "not in the catalogue: its speed is not known",
     )
     return [line] + ([f"   memory is also used by {name_processes(gpu.processes)}"] if gpu.processes else [])
-
-
-def _rating_note(gpu: Gpu) -> str:
-    spec = rated_spec(gpu)
-    if spec is None:
-        return "not in the catalogue: its speed is not known"
-    return f"not in the catalogue: by its driver {spec.fp16_flops_per_s / 10**12:.3g} TFLOP/s in 16 bit"
 
 
 def _link_lines(links: Sequence[Link]) -> list[str]:

@@ -61,21 +61,6 @@ def test_a_card_without_a_row_keeps_its_memory_and_has_no_rates() -> None:
     assert mixed.peaks == () and mixed.compute_capability is None
 
 
-def test_a_card_without_a_row_has_the_rates_that_follow_from_its_driver() -> None:
-    facts = {"num_cuda_cores": 4096, "max_clock_mhz": 2500, "memory_bus_bits": 192, "max_memory_clock_mhz": 8000}
-    card = stranger(compute_capability=(8, 9), pcie_generation=4, pcie_width=8, **facts)
-    device = device_of(Hardware(gpus=(card,), host=UNKNOWN_HOST))
-    assert device.is_rated_by_driver and device.has_known_speed
-    assert (device.usable_bytes, device.memory_bytes_per_s) == (24 * GIB, 2 * 8000 * 10**6 * 192 / 8)
-    assert (device.pcie_bytes_per_s, device.board_watts) == (16 * 10**9, None)
-    known = machine("1xRTX-4090").gpus[0]
-    mixed = device_of(Hardware(gpus=(known, replace(card, index=1)), host=UNKNOWN_HOST))
-    assert mixed.peaks == device.peaks and mixed.is_rated_by_driver
-    for missing in facts:
-        partial = device_of(Hardware(gpus=(replace(card, **{missing: None}),), host=UNKNOWN_HOST))
-        assert not partial.has_known_speed and partial.peaks == ()
-
-
 MEASURED = [
     ("matmul_flops_per_s", "matmul_flops_per_s"), ("memory_bytes_per_s", "measured_memory_bytes_per_s"),
     ("host_to_device_bytes_per_s", "measured_pcie_bytes_per_s"), ("fp32_flops_per_s", "measured_fp32_flops_per_s"),

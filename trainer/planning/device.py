@@ -2,8 +2,8 @@
 
 A machine of unequal GPUs is planned for the weakest of them, since every rank waits for the slowest and none may run
 out. Measured rates replace datasheet figures. A GPU without a row in the catalogue keeps the memory that was probed;
-its rates follow from what its driver reports (`tables.gpu_names`), or stay unknown (`speed_notes` states the effect on
-the ranking). A CPU is a device whose memory is its share of the RAM that the cgroup grants.
+its rates stay unknown until they are measured (`speed_notes` states the effect on the ranking). A CPU is a device whose
+memory is its share of the RAM that the cgroup grants.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,6 @@ class Device(Value, frozen=True, kw_only=True, cache_hash=True):
     board_watts: float | None = None  # the limit that is set
     rated_watts: float | None = None  # of the card as it is sold
     lowest_watts: int | None = None  # of a laptop GPU whose power class is not known: `rated_watts` is assumed
-    is_rated_by_driver: bool = False  # no row of the catalogue: peaks and bandwidth follow from SMs, clocks and bus
     peaks: tuple[tuple[Precision, int], ...] = ()  # FLOP/s, dense datasheet figures; absent: unknown, or no such unit
     tf32_flops_per_s: int | None = None  # the same, of fp32 products whose inputs are rounded
     matmul_flops_per_s: int | None = None  # measured, or assumed for a CPU
@@ -136,7 +135,6 @@ def _gpu_device(hardware: Hardware) -> Device:
         generation=slowest.generation if slowest else None,
         board_watts=min(watts) if watts else (slowest.board_watts or None if slowest else None),
         rated_watts=(slowest.board_watts or None) if slowest else None,
-        is_rated_by_driver=bool(slowest) and any(gpu_spec(gpu.spec_name) is None for gpu in gpus),
         lowest_watts=slowest.lowest_watts if slowest and not watts else None,
         peaks=_peaks(slowest),
         tf32_flops_per_s=slowest.tf32_flops_per_s if slowest else None,

@@ -55,7 +55,7 @@ class Gpu(Value, frozen=True, kw_only=True):
     pcie_generation: int | None = None
     pcie_width: int | None = None
     numa_node: int | None = None
-    num_cuda_cores: int | None = None  # this and the next three: of a card without a row, what its driver reports
+    num_cuda_cores: int | None = None  # this and the next three: in files of 0.7, and not read
     max_clock_mhz: int | None = None
     memory_bus_bits: int | None = None
     max_memory_clock_mhz: int | None = None

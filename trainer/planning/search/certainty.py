@@ -60,7 +60,7 @@ PEAK = {
     (True, Method.QLORA): Compared(num_rows=18, error=0.45),
 }
 CPU_PEAK = 0.02
-ASSUMED_SPEED = 1.0  # a factor of two: of a CPU, of a card that is rated by its driver's report, of a traced model
+ASSUMED_SPEED = 1.0  # a factor of two: of a CPU, of a traced model
 TRIAL_SPEED = 0.05  # three steps of the very configuration
 FIRM_RUNS = 3  # whose spread is a range
 
@@ -72,7 +72,7 @@ def usual_error(device: Device, *, has_experts: bool) -> float | None:
     """
     if not device.has_known_speed:
         return None
-    if device.kind is DeviceKind.CPU or device.is_rated_by_driver:
+    if device.kind is DeviceKind.CPU:
         return ASSUMED_SPEED
     of_card = SPEED[speed_kind(device.name, num_nodes=device.num_nodes, has_experts=False)].error
     return max(of_card, SPEED[SpeedKind.EXPERTS].error) if has_experts else of_card

@@ -16,8 +16,7 @@ from shardwise.trainer.planning.configuration import Configuration, once
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.reference_trainers import reference_of
 from shardwise.trainer.planning.speed import constants as constants
-from shardwise.trainer.planning.tables.gpu_chips import CHIPS, HOPPER_TENSOR_FLOP, Generation
-from shardwise.trainer.planning.tables.gpu_names import GDDR_GENERATIONS
+from shardwise.trainer.planning.tables.gpu_chips import CHIPS, GDDR_GENERATIONS, HOPPER_TENSOR_FLOP, Generation
 from shardwise.trainer.spec.hardware import DeviceKind, LinkKind
 from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
 from shardwise.trainer.spec.value import Value
@@ -159,16 +158,8 @@ def speed_notes(device: Device) -> tuple[str, ...]:
             )
     elif not device.has_known_speed:
         notes.append(
-            f"the speed of {device.name} is not known: the GPU catalogue does not have it, its driver does not report "
-            "its cores and clocks, and it was not measured; times and tokens/s only rank strategies; "
-            "`shardwise probe --measure` measures it"
-        )
-    elif device.matmul_flops_per_s is None and device.is_rated_by_driver:
-        peak = max(device.peak_flops_per_s(kind) or 0 for kind in (Precision.FP16_MIXED, Precision.BF16_MIXED))
-        notes.append(
-            f"{device.name} is not in the GPU catalogue: cores, clocks and bus that its driver reports make "
-            f"{peak / 1e12:.3g} TFLOP/s in 16 bit and {(device.memory_bytes_per_s or 0) / 1e9:.0f} GB/s; "
-            "`shardwise probe --measure` measures it"
+            f"the speed of {device.name} is not known: the GPU catalogue does not have it, and it was not measured; "
+            "times and tokens/s only rank strategies; `shardwise probe --measure` measures it"
         )
     elif device.matmul_flops_per_s is None:
         notes.append("speeds are from datasheet rates; `shardwise probe --measure` replaces them by measured ones")

@@ -102,8 +102,9 @@ GB110 = _chip(Generation.BLACKWELL, 10, 3, 256, 8192, 640)  # B300
 GB10B = _chip(Generation.BLACKWELL, 11, 0, 256, 8192, 640)  # Jetson Thor
 GB20X = _chip(Generation.GB20X, 12, 0, 256, 1024, 420)
 GB20B = _chip(Generation.GB20X, 12, 1, 256, 1024, 420)  # GB10
-# The chip of a card that has no row, by its compute capability; only the card's name distinguishes TU11X from TU10X.
+# By compute capability; TU11X has that of TU10X.
 CHIPS = {
     chip.compute_capability: chip
     for chip in (GV100, TU10X, GA100, GA10X, GA10B, AD10X, GH100, GB100, GB110, GB10B, GB20X, GB20B)
 }
+GDDR_GENERATIONS = (Generation.TURING, Generation.GA10X, Generation.ADA, Generation.GB20X)
