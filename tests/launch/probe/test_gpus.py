@@ -7,10 +7,10 @@ from captured_machine import Machine, lay_out
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 
 from shardwise.launch.probe.gpus import read_gpus, select_gpus, visible_devices, visible_gpus
-from shardwise.launch.probe.machine import describe_hardware
+from shardwise.launch.probe.machine import describe_hardware, read_hardware
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.hardware import Gpu, GpuProcess, Hardware, Host
+from shardwise.trainer.spec.hardware import Gpu, GpuProcess, Hardware
 from shardwise.trainer.spec.units import GIB, KIB, MIB
 
 
@@ -142,14 +142,13 @@ LINE = f"0, {UUID}, 00000000:01:00.0, NVIDIA GeForce RTX 6070, 16303, 500, 15600
 def probed(folder: Any, line: str = LINE) -> Hardware:
     machine = Machine(folder)
     machine.install_nvidia_smi(f'case "$*" in --query-gpu=*) echo "{line}" ;; esac\n')
-    findings = read_gpus(root=machine.root, environment=machine.environment)
-    host = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
-    return Hardware(gpus=findings.gpus, host=host)
+    return read_hardware(root=machine.root, environment=machine.environment)
 
 
 def test_the_speed_of_a_card_without_a_row_is_not_known(tmp_path):
     hardware = probed(tmp_path)
     assert (hardware.gpus[0].spec_name, device_of(hardware).has_known_speed) == (None, False)
+    assert hardware.host.is_desktop, "by its name"
     assert "not known" in describe_hardware(hardware)
     (gpu,) = probed(tmp_path / "known", LINE.replace("RTX 6070", "RTX 5080")).gpus
     assert gpu.spec_name == "RTX-5080"
