@@ -197,9 +197,6 @@ FULL: dict[str, Any] = {"method": Method.FULL, "allow": ()}
          r"limits\.hours: \d+ and limits\.cost: \d+"),
         ("70b", "1xRTX-4060-8GB", {"host_ram": 16 * GIB, "method": Method.FULL},
          r"device with \d+ GiB usable and limits\.host_ram: \d+ GiB"),
-        # A process of 2 GiB and, while it loads, two embeddings of 1 GiB: eight ranks do not fit where four do.
-        ("1b", machine("8xA100-SXM4-80GB", ram_bytes=30 * GIB), {"method": Method.FULL},
-         r"of RAM, or with 4 of the GPUs \(--gpus 0,1,2,3\)"),
         # The smallest change over all methods.
         ("70b", machine("2xRTX-3090", ram_bytes=24 * GIB), {},
          r"nothing fits: qlora training of 70.6B .* of host RAM a node.*\n.*GiB of RAM"),

@@ -367,14 +367,14 @@ def _tiles(plan: Plan, context: PlanningContext) -> Iterator[Tile]:
         yield Tile("host RAM", format_bytes(host), (of,), share=share, is_full=share is not None and share > 0.9)
 
 
-def changed(form: Form, setting: str) -> Form:
-    """The form with a setting of an alternative, as the command line would read it."""
+def changed(form: Form, setting: str) -> Form | None:
+    """The form with a setting of an alternative, as the command line would read it; None if the form has no such."""
     _, options = parse_command_line(["plan", form.model, *shlex.split(setting)])
     form = form._replace(take=options.take)
     for override in options.overrides:
         tree = read_override(override)
-        train = tree.get("train", {})
-        form = form._replace(
-            method=train.get("method", form.method), allow=tuple(dict.fromkeys((*form.allow, *tree.get("allow", ()))))
-        )
+        train, allow = tree.pop("train", {}), tree.pop("allow", ())
+        if tree or train.keys() - {"method"}:
+            return None
+        form = form._replace(method=train.get("method", form.method), allow=tuple(dict.fromkeys((*form.allow, *allow))))
     return form

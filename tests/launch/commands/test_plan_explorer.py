@@ -59,6 +59,7 @@ def test_every_other_way_is_a_link_to_its_own_plan():
 def test_a_setting_of_an_alternative_changes_its_field_alone():
     assert changed(SMALL, "--take 3") == SMALL._replace(take=3)
     assert changed(SMALL._replace(take=2), "train.method=full") == SMALL._replace(method="full")
+    assert changed(SMALL, "train.tokens_per_step=524288") is changed(SMALL, "pin.activation_offload=true") is None
     allowed = changed(SMALL, "'allow=[bf16_weights,optimizer_8bit]'")
     assert allowed == SMALL._replace(allow=("bf16_weights", "optimizer_8bit"))
     assert allowed.arguments[-3:-1] == ["--allow", "bf16_weights,optimizer_8bit"]

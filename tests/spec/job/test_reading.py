@@ -319,19 +319,6 @@ def test_text_is_kept_as_typed(text):
 # --- layers
 
 
-def test_a_later_layer_decides_and_is_named_as_the_source():
-    layers = [
-        Layer({"log": {"wandb": "online"}, "slurm": {"account": "a"}}, "config.yaml"),
-        Layer(tree(log={"wandb": "off", "project": "p"}), "job.yaml"),
-        Layer({"log": {"project": "q"}}, "command line"),
-    ]
-    reading = read_layers(layers, origin="job.yaml")
-    log = reading.job.log
-    assert (log.wandb, log.project, reading.job.slurm.account) == (WandbMode.OFF, "q", "a")
-    of_job = dict.fromkeys(("log.wandb", "model.name", "data.train"), "job.yaml")
-    assert reading.sources == {**of_job, "log.project": "command line", "slurm.account": "config.yaml"}
-
-
 @pytest.mark.parametrize(
     ("below", "above", "gone", "stays"),
     [
@@ -372,20 +359,6 @@ def test_columns_of_two_layers_are_laid_together():
         Layer({"data": {"fields": {"prompt": "question"}}}, "command line"),
     ]
     assert read_layers(layers, origin="job.yaml").job.data.fields == {"prompt": "question", "completion": "a"}
-
-
-def test_each_problem_names_the_layer_it_is_in():
-    layers = [
-        Layer({"slurm": {"nodes": 0}, "train": {"lr": 1}}, "config.yaml", allowed=("slurm",)),
-        Layer(tree(train={"lr": -1}, pin={"sharding": "none"}), "job.yaml"),
-        Layer({"limits": {"cost": 5}}, "command line"),
-    ]
-    with pytest.raises(InputProblemsError) as caught:
-        read_layers(layers, origin="job.yaml")
-    lines = caught.value.problems
-    named = ("config.yaml: slurm.nodes", "config.yaml: train", "job.yaml: train.lr", "command line: limits.cost")
-    assert all(line.startswith(f"{name} ") for line, name in zip(lines, named, strict=True)), lines
-    assert "slurm" in lines[1] and "price_per_gpu_hour" in lines[3]
 
 
 @pytest.mark.parametrize(

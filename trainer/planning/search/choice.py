@@ -41,7 +41,7 @@ from shardwise.trainer.planning.search.configurations import (
     strategy_need,
     with_larger_buckets,
 )
-from shardwise.trainer.planning.search.fallbacks import remedy_for
+from shardwise.trainer.planning.search.fallbacks import memory_remedy
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.plan import Candidate, MethodRow, Rejection, TrialResult
@@ -180,8 +180,8 @@ def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection
     """The rejections; those for memory with the smallest change that would make the strategy fit."""
     return tuple(
         rejection
-        if (smallest := ranking.smallest.get(rejection.strategy)) is None
-        else replace(rejection, remedy=remedy_for(context, smallest) or rejection.remedy)
+        if (smallest := ranking.smallest.get(rejection.strategy)) is None or smallest.memory.fits
+        else replace(rejection, remedy=memory_remedy(context, smallest))
         for rejection in ranking.rejections
     )
 

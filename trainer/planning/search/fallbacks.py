@@ -129,15 +129,6 @@ _MIN_SEQ_LEN = 128
 _MAX_DEVICE_FACTOR = 64
 
 
-def remedy_for(context: PlanningContext, smallest: Candidate) -> str | None:
-    """The smallest change that would bring a strategy within the budget that its smallest configuration exceeds."""
-    if not smallest.memory.fits:
-        return memory_remedy(context, smallest)
-    over = excess(context, smallest)
-    fewer = _fewer_devices(context, smallest) if over is not None and over.is_host else None
-    return f"{over.remedy}, or with {fewer}" if over is not None and fewer is not None else None
-
-
 def memory_remedy(context: PlanningContext, smallest: Candidate) -> str:
     """The smallest change that makes the smallest configuration of a strategy fit its device."""
     for change in (_shorter_sequences, _more_devices):
@@ -206,7 +197,7 @@ def nothing_fits(
         over = excess(context, nearest)
         assert over is not None, "a row within every budget is a candidate"
         first = f"nothing fits: {model} ({nearest.strategy.name}) {over.reason}"
-        remedy = " and ".join((remedy_for(context, nearest) or over.remedy, *_more_time(context, nearest, over)))
+        remedy = " and ".join((over.remedy, *_more_time(context, nearest, over)))
     else:
         nearest = min(smallest, key=lambda candidate: candidate.memory.need_bytes)
         need = format_bytes(nearest.memory.need_bytes)
@@ -267,20 +258,6 @@ def _more_devices(context: PlanningContext, strategy: Strategy) -> str | None:
         if can_fit(more, strategy):
             return f"{more.num_ranks} such GPUs"
         factor *= 2
-    return None
-
-
-def _fewer_devices(context: PlanningContext, smallest: Candidate) -> str | None:
-    """Fewer ranks of one node: each loads the model into the host's RAM."""
-    if context.hardware.num_nodes > 1:
-        return None
-    num_ranks = context.num_ranks // 2
-    while num_ranks >= 2:
-        hardware = replace(context.hardware, gpus=context.hardware.gpus[:num_ranks])
-        fewer = replace(context, hardware=hardware, device=replace(context.device, devices_per_node=num_ranks))
-        if excess(fewer, least_need(fewer, smallest.strategy)) is None:
-            return f"{num_ranks} of the GPUs (--gpus {','.join(map(str, range(num_ranks)))})"
-        num_ranks //= 2
     return None
 
 

@@ -10,6 +10,7 @@ the others. Of equal memory it is the one on a baseboard if a node has 4, 8 or 1
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -242,39 +243,45 @@ class _Stated(Value, frozen=True, kw_only=True):
 
 
 def _stated(text: str, options: Sequence[str]) -> _Stated:
-    found: dict[str, int | bool] = {}
+    found: dict[str, Any] = {}
     for option in options:
-        name, _, value = (part.strip().lower() for part in option.partition("="))
-        if name == "ram":
-            found[name] = _parsed_size(text, option)
-        elif name == "network":
-            found[name] = _parsed_rate(text, option)
-        elif name in ("cores", "lanes") and value.isdecimal() and int(value):
-            found[name] = int(value)
-        elif name == "display" and value in ("yes", "no"):
-            found[name] = value == "yes"
-        else:
+        name, _, value = (part.strip() for part in option.partition("="))
+        if (read := _FACTS.get(name.lower())) is None:
             raise InputError(f"{text!r}: {option.strip()!r} is no fact of a machine; a SPEC has the form {SPEC_FORM}")
-    return _Stated(**found)  # type: ignore[arg-type]  # checked above
+        try:
+            found[name.lower()] = read(value)
+        except ValueError as error:
+            raise InputError(f"{text!r}: {option.strip()}: expected {error}") from None
+    return _Stated(**found)
 
 
-def _parsed_size(text: str, option: str) -> int:
-    try:
-        return parse_bytes(option.partition("=")[2].strip())
-    except ValueError as error:
-        raise InputError(f"{text!r}: {option.strip()}: expected {error}") from None
+def _read_count(value: str) -> int:
+    if not value.isdecimal() or not int(value):
+        raise ValueError("a whole number of at least 1")
+    return int(value)
+
+
+def _read_answer(value: str) -> bool:
+    if value.lower() not in ("yes", "no"):
+        raise ValueError("yes or no")
+    return value.lower() == "yes"
 
 
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*([MGT])b(?:it)?(?:ps|/s)?")
 _BITS = {"M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def _parsed_rate(text: str, option: str) -> int:
+def _read_rate(value: str) -> int:
     """Bytes per second of a rate in bits, as networks are sold."""
-    found = _RATE.fullmatch(option.partition("=")[2].strip())
+    found = _RATE.fullmatch(value)
     if found is None or not float(found[1]):
-        raise InputError(f"{text!r}: {option.strip()}: expected the bits per second of a node, such as network=400Gb")
+        raise ValueError("the bits per second of a node, such as network=400Gb")
     return round(float(found[1]) * _BITS[found[2]] / 8)
+
+
+_FACTS: dict[str, Callable[[str], int | bool]] = {
+    "ram": parse_bytes, "cores": _read_count, "lanes": _read_count, "network": _read_rate, "display": _read_answer,
+}  # fmt: skip
 
 
 def network_text(bytes_per_s: float) -> str:
