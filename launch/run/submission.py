@@ -33,12 +33,13 @@ from shardwise.slurm.cluster import describe_num_jobs, format_duration, num_jobs
 from shardwise.slurm.partition_hardware import PartitionHardware, share_of_job
 from shardwise.slurm.sbatch import BatchJob, Container, container_of, warning_s
 from shardwise.slurm.submit import knows_pyxis
+from shardwise.trainer.planning.candidates import run_hours
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain import comparison
-from shardwise.trainer.planning.explain.comparison import NodeCount, counts_to_try, planned
+from shardwise.trainer.planning.explain.comparison import counts_to_try
 from shardwise.trainer.planning.page.content import Section
-from shardwise.trainer.planning.planner import Extent
-from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError
+from shardwise.trainer.planning.planner import Extent, context_of
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError, ShardwiseError
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.job.sections import NodeNetwork, SlurmJob
 from shardwise.trainer.spec.plan import Plan
@@ -62,9 +63,7 @@ class Point(NamedTuple):
     @property
     def hours(self) -> float:
         """Predicted duration of the run."""
-        totals = planned(self.plan.hardware.num_nodes, self.plan).totals
-        assert totals is not None
-        return totals.hours
+        return run_hours(context_of(self.plan), self.plan.chosen)
 
 
 class Target(NamedTuple):
@@ -254,12 +253,11 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
     if found is None:
         return None
     requested, place = plan.hardware.num_nodes, found.partition.name
-    counts = [
-        planned(count, plan) if count == requested else _plan_for(count, inputs, plan)
+    results = {
+        count: plan if count == requested else _plan_for(count, inputs, plan)
         for count in counts_to_try(found.num_allowed_nodes, requested)
-    ]
-    (own,) = (count for count in counts if count.num_nodes == requested)
-    hours = own.totals.hours if own.totals is not None else 0.0
+    }
+    hours = run_hours(context_of(plan), plan.chosen)
     wanted = parse_duration(plan.job.slurm.time)
     limit, sentences = found.partition.max_time_s, []
     if wanted is not None and limit is not None and wanted > limit:
@@ -268,15 +266,15 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
         limit = wanted
     nodes = f"{requested} node{'s' if requested > 1 else ''}"
     sentences.append(f"on {nodes}: {describe_num_jobs(hours, limit, place=place)}")
-    return comparison.node_counts_section(counts, place=place, allowed=found.num_allowed_nodes, sentences=sentences)
+    return comparison.node_counts_section(results, place=place, allowed=found.num_allowed_nodes, sentences=sentences)
 
 
-def _plan_for(num_nodes: int, inputs: PlanInputs, plan: Plan) -> NodeCount:
+def _plan_for(num_nodes: int, inputs: PlanInputs, plan: Plan) -> Plan | ShardwiseError:
     hardware = replace(inputs.hardware, num_nodes=num_nodes)
     try:
-        return planned(num_nodes, plan_inputs(inputs._replace(hardware=hardware), plan.data, extent=Extent.SCREEN))
+        return plan_inputs(inputs._replace(hardware=hardware), plan.data, extent=Extent.SCREEN)
     except (NothingFitsError, InputError) as error:
-        return NodeCount(num_nodes=num_nodes, reason=str(error).splitlines()[0])
+        return error
 
 
 def check_network(inputs: PlanInputs, plan: Plan, *, job_name: str) -> str | None:

@@ -23,7 +23,10 @@ NOES = {
     "long rows": ("llama-3.1-8b", "--method", "qlora", "--seq-len", "65536", "--hardware", "1xRTX-4060-8GB"),
     "long rows by key": ("llama-3.1-8b", "train.method=qlora", "train.seq_len=65536", "--hardware", "1xRTX-4060-8GB"),
     "an opt-in": ("llama-3.2-1b", "--method", "full", "--forbid", "offload_cpu", "--hardware", "1xRTX-4070-Ti-SUPER"),
-    "several opt-ins": ("llama-3.2-1b", "--method", "full", "--forbid", "offload_cpu", "--hardware", "1xRTX-4060-8GB"),
+    "several opt-ins": (
+        "llama-3.1-8b", "--method", "full", "--forbid", "offload_cpu", "train.tokens_per_step=65536", "--hardware",
+        "1xRTX-4090,ram=40GiB",
+    ),
     "a pin": ("llama-3.1-8b", "--method", "full", "pin.offload=none", "--hardware", "1xRTX-4090,ram=256GiB"),
     "time": ("llama-3.1-8b", "--method", "full", "limits.hours=0.1", "--hardware", "1xA100-SXM4-80GB"),
     "cost": ("llama-3.2-1b", "limits.cost=0.01", "price_per_gpu_hour=2", "--hardware", "1xRTX-4090"),
@@ -56,6 +59,19 @@ def test_every_way_out_gives_a_plan_when_it_is_pasted(plan: Run, words: tuple[st
     for _, _, *arguments in commands:
         code, fitting, err = plan(*arguments)
         assert code == ExitCode.DONE and ": fits," in " ".join(fitting.split()), (arguments, err)
+
+
+def test_opt_ins_that_suffice_only_together_are_all_needed(plan: Run) -> None:
+    _, out, _ = plan(*NOES["several opt-ins"], "--json")
+    (way,) = [each for each in json.loads(out)["ways_out"] if each["name"].startswith("opt-ins")]
+    command = shlex.split(way["command"])[2:]
+    at = command.index("--allow") + 1
+    allowed = command[at].split(",")
+    assert len(allowed) > 1
+    for each in allowed:
+        command[at] = ",".join(other for other in allowed if other != each)
+        forbidden = ["--forbid", each] if each == "offload_cpu" else []
+        assert plan(*command, *forbidden)[0] == ExitCode.NOTHING_FITS, each
 
 
 def test_a_run_that_cannot_be_planned_has_the_ways_out_of_its_plan(

@@ -7,14 +7,14 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import data_of, machine, plan_of, shape_of
 
-from shardwise.trainer.planning.candidates import RunTotals, run_hours
+from shardwise.trainer.planning.candidates import run_hours, run_totals
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain import comparison
 from shardwise.trainer.planning.explain.plan_page import explain_plan, kv_cache_bytes, readable
 from shardwise.trainer.planning.page.content import Page, Table, page_text, paragraph, stacked_bar, table
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.errors import NothingFitsError
+from shardwise.trainer.spec.errors import NothingFitsError, ShardwiseError
 from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import Plan
@@ -236,13 +236,6 @@ def test_tables_align_and_paragraphs_hang() -> None:
     assert paragraph("one " * 15, width=40) == ["  " + " ".join(["one"] * 9), "    " + " ".join(["one"] * 6)]
 
 
-def count_of(num_nodes, tokens_per_s=None, *, method="full", reason=""):
-    totals = None
-    if tokens_per_s is not None:
-        totals = RunTotals(hours=100 / num_nodes, gpu_hours=800.0, kwh=None, cost=None, tokens_per_s=tokens_per_s)
-    return comparison.NodeCount(num_nodes=num_nodes, totals=totals, method=method, strategy="zero2", reason=reason)
-
-
 @pytest.mark.parametrize(
     ("allowed", "asked", "expected"),
     [
@@ -257,35 +250,20 @@ def test_counts_double_up_to_what_is_allowed_near_what_is_asked(allowed, asked, 
     assert asked in counts and len(counts) <= comparison.MOST_COUNTS and max(counts) <= allowed
 
 
-def test_more_nodes_are_held_against_the_fewest_that_fit_and_the_same_method():
-    counts = [
-        count_of(1, reason="nothing fits: needs 90 GiB"), count_of(2, 1000.0), count_of(4, 1900.0),
-        count_of(8, 5000.0, method="lora"),
-    ]  # fmt: skip
-    assert comparison.speedups(counts) == {2: 1.0, 4: 1.9}
-    assert comparison.speedups([count_of(1)]) == {}
-
-
-def test_the_section_says_it_in_a_line_and_in_a_table():
-    counts = [count_of(1, 1000.0), count_of(2, 1930.0), count_of(4, 3400.0), count_of(8, 3000.0, method="lora")]
-    section = comparison.node_counts_section(counts, place="gpu", allowed=8, sentences=("on 2 nodes: one job",))
-    assert all(fact in section.title for fact in ("2 are 1.93x", "4 are 3.4x", "gpu allows 8"))
-    text = page_text(Page(title="t", sections=(section,)), width=100)
-    rows = [line.split() for line in text.splitlines() if line.strip()[:1] in ("1", "2", "8")]
-    assert rows[0][:3] == ["1", "1,000", "1.00x"] and rows[1][:3] == ["2", "1,930", "1.93x"]
-    assert rows[-1][:3] == ["8", "3,000", "-"] and rows[-1][-2:] == ["lora", "zero2"]
-    assert text.endswith("on 2 nodes: one job")
-    failed = count_of(1, reason="nothing fits: needs 90 GiB")
-    one = comparison.node_counts_section([failed], place="gpu", allowed=1, sentences=())
-    assert one.title == "nodes: gpu allows 1" and not any(isinstance(block, Table) for block in one.blocks)
-    two = comparison.node_counts_section([failed, count_of(2, 1000.0)], place="gpu", allowed=2, sentences=())
-    assert "nothing fits: needs 90 GiB" in page_text(Page(title="t", sections=(two,)), width=100)
-
-
-def test_figures_are_those_of_the_plan():
-    one, four = (
-        comparison.planned(nodes, plan_of("8b", f"{nodes}x8xA100-SXM4-80GB", tokens_per_step=2**20)) for nodes in (1, 4)
-    )
-    assert 3 < comparison.speedups([one, four])[4] < 4
-    assert four.totals.hours < one.totals.hours
-    assert four.totals.gpu_hours == pytest.approx(four.totals.hours * 32)
+def test_more_nodes_are_compared_with_the_fewest_that_fit_and_the_same_method():
+    facts: dict[str, Any] = {"tokens_per_step": 2**20}
+    one, four = (plan_of("8b", f"{nodes}x8xA100-SXM4-80GB", **facts) for nodes in (1, 4))
+    lora = plan_of("8b", "8x8xA100-SXM4-80GB", method=Method.LORA, **facts)
+    failed = NothingFitsError("nothing fits: needs 90 GiB")
+    results: dict[int, Plan | ShardwiseError] = {1: failed, 2: one, 4: four, 8: lora}
+    ratios = comparison.speedups(results)
+    assert ratios.keys() == {2, 4} and ratios[2] == 1 and 3 < ratios[4] < 4
+    assert comparison.speedups({1: failed}) == {}
+    section = comparison.node_counts_section(results, place="gpu", allowed=8, sentences=("on 2 nodes: one job",))
+    assert section.title == f"nodes: 4 are {ratios[4]:.3g}x as fast as 2; gpu allows 8"
+    text = page_text(Page(title="t", sections=(section,)), width=200)
+    rows = {line.split()[0]: line for line in text.splitlines() if line.split()[1:2] in (["node"], ["nodes"])}
+    assert f"{run_totals(context_of(four), four.chosen).gpu_hours:.3g}" in rows["4"] and "lora" in rows["8"]
+    assert "nothing fits" in rows["1"] and "needs 90 GiB" in text and text.endswith("on 2 nodes: one job")
+    alone = comparison.node_counts_section({1: failed}, place="gpu", allowed=1, sentences=())
+    assert alone.title == "nodes: gpu allows 1" and not any(isinstance(block, Table) for block in alone.blocks)

@@ -5,18 +5,17 @@ plan. Only plans of the same method are compared, since LoRA on one node and ful
 With more nodes than sequences in a step the ratio no longer rises.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from shardwise.trainer.planning.candidates import RunTotals, run_totals
+from shardwise.trainer.planning.candidates import run_totals
 from shardwise.trainer.planning.explain.plan_page import figure_text, figures_of
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, Table, page_text
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.spec.errors import NothingFitsError
+from shardwise.trainer.spec.errors import ShardwiseError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.units import format_seconds
-from shardwise.trainer.spec.value import Value
 
-MachineResult = tuple[str, Plan | NothingFitsError]
+MachineResult = tuple[str, Plan | ShardwiseError]
 
 
 def compare_plans(results: Sequence[MachineResult], *, width: int = 100) -> str:
@@ -40,7 +39,7 @@ def comparison_section(results: Sequence[MachineResult]) -> Section:
     details: list[str] = []
     bars = []
     for name, result in results:
-        if isinstance(result, NothingFitsError):
+        if isinstance(result, ShardwiseError):
             first, *rest = str(result).splitlines()
             rows.append((name, "-", "-", "-", "-", "-", "-", "-", "-", "nothing fits"))
             details += [f"{name}: {first.removeprefix('nothing fits: ')}", *(f"  {line}" for line in rest)]
@@ -100,16 +99,6 @@ def _least(claim: str, figures: dict[str, float], form: str) -> str:
 MOST_COUNTS = 5
 
 
-class NodeCount(Value, frozen=True, kw_only=True):
-    """A number of nodes and the job's plan on them."""
-
-    num_nodes: int
-    totals: RunTotals | None = None  # None: nothing fits, for `reason`
-    method: str = ""
-    strategy: str = ""
-    reason: str = ""
-
-
 def counts_to_try(allowed: int, requested: int) -> tuple[int, ...]:
     """At most MOST_COUNTS numbers of nodes: powers of two up to `allowed`, those nearest to `requested`, and both."""
     doubling = {2**power for power in range(allowed.bit_length()) if 2**power <= allowed}
@@ -119,61 +108,29 @@ def counts_to_try(allowed: int, requested: int) -> tuple[int, ...]:
     return tuple(sorted(near[:MOST_COUNTS]))
 
 
-def planned(num_nodes: int, plan: Plan) -> NodeCount:
-    """Time and cost of a plan for a number of nodes."""
-    chosen = plan.chosen
-    return NodeCount(
-        num_nodes=num_nodes,
-        totals=run_totals(context_of(plan), chosen),
-        method=str(chosen.method),
-        strategy=chosen.strategy.name,
-    )
-
-
-def speedups(counts: Sequence[NodeCount]) -> dict[int, float]:
-    """Speed of each relative to the first that fits, among those of its method."""
-    first = next((count for count in counts if count.totals is not None), None)
-    if first is None or first.totals is None:
-        return {}
+def speedups(results: Mapping[int, Plan | ShardwiseError]) -> dict[int, float]:
+    """Speed on each number of nodes relative to the fewest that have a plan, among the plans of its method."""
+    plans = {count: result for count, result in results.items() if isinstance(result, Plan)}
+    speeds = {count: run_totals(context_of(plan), plan.chosen).tokens_per_s for count, plan in plans.items()}
+    first = next(iter(plans), None)
     return {
-        count.num_nodes: count.totals.tokens_per_s / first.totals.tokens_per_s
-        for count in counts
-        if count.totals is not None and count.method == first.method
+        count: speeds[count] / speeds[first]
+        for count, plan in plans.items()
+        if first is not None and plan.chosen.method is plans[first].chosen.method
     }
 
 
-def node_counts_section(counts: Sequence[NodeCount], *, place: str, allowed: int, sentences: Sequence[str]) -> Section:
-    """`nodes: 2 are 1.9x as fast as 1, 4 are 3.4x; gpu allows 8`, with a table, bars and further sentences."""
-    ratios = speedups(counts)
-    rows: list[tuple[str, ...]] = [("nodes", "tokens/s", "speed", "time", "GPU-hours", "method", "strategy")]
-    rows += [_row(count, ratios.get(count.num_nodes)) for count in counts]
-    bars = [
-        (f"{count.num_nodes} nodes", count.totals.tokens_per_s, f"{count.totals.tokens_per_s:,.0f} tokens/s")
-        for count in counts
-        if count.totals is not None
-    ]
+def node_counts_section(
+    results: Mapping[int, Plan | ShardwiseError], *, place: str, allowed: int, sentences: Sequence[str]
+) -> Section:
+    """`nodes: 2 are 1.9x as fast as 1, 4 are 3.4x; gpu allows 8`, with the comparison and further sentences."""
+    named = [(f"{count} node{'s' if count > 1 else ''}", result) for count, result in results.items()]
     return Section(
-        title=f"nodes: {'; '.join((*_ratio_text(ratios), f'{place} allows {allowed}'))}",
+        title=f"nodes: {'; '.join((*_ratio_text(speedups(results)), f'{place} allows {allowed}'))}",
         blocks=(
-            *([Table(rows=tuple(rows), right=(0, 1, 2, 3, 4), wide=6)] if len(counts) > 1 else []),
-            Bars(caption="tokens a second", rows=tuple(bars)),
+            *(comparison_section(named).blocks if len(named) > 1 else ()),
             *(Sentence(text=text) for text in sentences),
         ),
-    )
-
-
-def _row(count: NodeCount, ratio: float | None) -> tuple[str, ...]:
-    totals = count.totals
-    if totals is None:
-        return (str(count.num_nodes), "-", "-", "-", "-", "-", count.reason)
-    return (
-        str(count.num_nodes),
-        f"{totals.tokens_per_s:,.0f}",
-        "-" if ratio is None else f"{ratio:.2f}x",
-        format_seconds(totals.hours * 3600),
-        "-" if totals.gpu_hours is None else f"{totals.gpu_hours:.3g}",
-        count.method,
-        count.strategy,
     )
 
 

@@ -215,23 +215,7 @@ def texts(expected: str, *, may_be_empty: bool) -> Kind:
 
 def hub_kernel() -> Kind:
     """A FlashAttention 2 kernel of the hub at a commit: its code runs, and a branch or a tag may change."""
-
-    def read(value: object) -> str:
-        checked = read_text(value)
-        if re.fullmatch(_FLASH_KERNEL, checked):
-            return checked
-        repository, _, revision = checked.partition("@")
-        if re.fullmatch(r"[^/]+/flash-attn2", repository) is None:
-            raise HintError("flash is FlashAttention 2, as in kernels-community/flash-attn2")
-        what = f"{shown(revision)} may name other code later" if revision else "the commit is missing"
-        raise HintError(f"{what}: a commit is 40 hexadecimal digits")
-
-    return Kind(
-        expected="OWNER/flash-attn2@COMMIT",
-        read=read,
-        schema={"type": "string", "pattern": f"^({_FLASH_KERNEL})$"},
-        is_text=True,
-    )
+    return text("OWNER/flash-attn2@COMMIT, a commit of 40 hexadecimal digits", pattern=_FLASH_KERNEL)
 
 
 def columns(*names: str) -> Kind:
