@@ -261,7 +261,7 @@ def _read_count(value: str) -> int:
     return int(value)
 
 
-def _read_answer(value: str) -> bool:
+def _read_flag(value: str) -> bool:
     if value.lower() not in ("yes", "no"):
         raise ValueError("yes or no")
     return value.lower() == "yes"
@@ -280,7 +280,7 @@ def _read_rate(value: str) -> int:
 
 
 _FACTS: dict[str, Callable[[str], int | bool]] = {
-    "ram": parse_bytes, "cores": _read_count, "lanes": _read_count, "network": _read_rate, "display": _read_answer,
+    "ram": parse_bytes, "cores": _read_count, "lanes": _read_count, "network": _read_rate, "display": _read_flag,
 }  # fmt: skip
 
 

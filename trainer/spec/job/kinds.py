@@ -29,7 +29,6 @@ LARGEST_WHOLE = 2**53  # the largest that JSON readers agree on
 _YES, _NO = ("yes", "on", "true"), ("no", "off", "false")
 _NUMBER_PATTERN = r"[0-9][0-9_]*(\.[0-9]+)?([eE][+-]?[0-9]+)?|\.[0-9]+"
 _TIME_PATTERN = r"(s|sec|seconds?|min|minutes?|h|hours?|d|days?)"
-_FLASH_KERNEL = r"[A-Za-z0-9][A-Za-z0-9._-]*/flash-attn2@[0-9a-f]{40}"
 _URL_SCHEMES = ("http://", "https://")
 _VARIABLE = r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})"
 
@@ -211,11 +210,6 @@ def texts(expected: str, *, may_be_empty: bool) -> Kind:
         write=lambda value: value[0] if len(value) == 1 else list(value),
         schema={"anyOf": [TEXT_SCHEMA, {"type": "array", "items": TEXT_SCHEMA, "minItems": 0 if may_be_empty else 1}]},
     )
-
-
-def hub_kernel() -> Kind:
-    """A FlashAttention 2 kernel of the hub at a commit: its code runs, and a branch or a tag may change."""
-    return text("OWNER/flash-attn2@COMMIT, a commit of 40 hexadecimal digits", pattern=_FLASH_KERNEL)
 
 
 def columns(*names: str) -> Kind:

@@ -18,7 +18,6 @@ from shardwise.trainer.spec.job.kinds import (
     Warmup,
     byte_size,
     columns,
-    hub_kernel,
     interval,
     notification,
     number,
@@ -159,7 +158,10 @@ class ModelJob(Value, frozen=True, kw_only=True):
         str | None,
         Setting(
             "Allows FlashAttention 2 from the hub, prebuilt code at this commit, where flash-attn is not installed.",
-            hub_kernel(),
+            text(
+                "OWNER/flash-attn2@COMMIT, a commit of 40 hexadecimal digits",
+                pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*/flash-attn2@[0-9a-f]{40}",
+            ),
         ),
     ] = None
 
