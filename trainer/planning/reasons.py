@@ -31,8 +31,8 @@ from shardwise.trainer.planning.search.configurations import (
     micro_batches,
     shard_groups,
 )
-from shardwise.trainer.planning.search.packages import missing_kernels
-from shardwise.trainer.planning.search.traced_blocks import kernel_warnings, traced_notes
+from shardwise.trainer.planning.search.packages import missing_packages
+from shardwise.trainer.planning.search.traced_blocks import traced_notes
 from shardwise.trainer.planning.speed.step import fp8_share, speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
@@ -159,8 +159,7 @@ def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
         *_unused_settings(context),
         *_rate_warnings(context, chosen),
         *_packing_warnings(context),
-        *kernel_warnings(context, chosen),
-        *(f"{each.sentence}; {each.fix}" for each in missing_kernels(context, chosen)),
+        *(each.text for each in missing_packages(context, chosen)),
         *_time_warnings(context, chosen),
         *_memory_warnings(context, chosen),
         *_idle_warnings(context, chosen),

@@ -203,7 +203,7 @@ def _host(_: PlanningContext, plan: Plan, report: Report, observed: Observed) ->
 def _packages(context: PlanningContext, _: Plan, report: Report, __: Observed) -> Iterator[Recommendation]:
     """Packages with kernels that were missing."""
     for package in missing_packages(context, report.plan):
-        yield Recommendation(text=f"{package.sentence}; {package.fix}", gain=package.gain)
+        yield Recommendation(text=package.text, gain=package.gain)
 
 
 def _graph_breaks(_: PlanningContext, __: Plan, report: Report, ___: Observed) -> Iterator[Recommendation]:

@@ -11,44 +11,32 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.candidates import configuration_of
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.search.configurations import attention, best_candidate, fuses_kernels, losses
-from shardwise.trainer.planning.search.traced_blocks import NOTED_RATIO, slow_kernels
+from shardwise.trainer.planning.search.traced_blocks import NOTED_RATIO, MissingPackage, slow_kernels
 from shardwise.trainer.planning.speed.step import step_seconds
 from shardwise.trainer.spec.packages import extra_line
 from shardwise.trainer.spec.plan import Candidate
 from shardwise.trainer.spec.strategy import LossHead
-from shardwise.trainer.spec.value import Value
 
 _EXTRAS = {"flash-attn": "flash", "liger-kernel": "liger"}
-
-
-class MissingPackage(Value, frozen=True, kw_only=True):
-    """A package, or several that belong together, with the gain in times as fast and the command that installs it."""
-
-    gain: float
-    sentence: str
-    fix: str
 
 
 def missing_packages(context: PlanningContext, chosen: Candidate) -> tuple[MissingPackage, ...]:
     """Those that would gain, of all kinds; none on a CPU."""
     slow = slow_kernels(context, chosen)
-    traced = [] if slow is None else [MissingPackage(gain=slow.ratio, sentence=slow.sentence, fix=slow.fix)]
-    found = (*missing_kernels(context, chosen), *traced)
+    found = (*([] if slow is None else [slow]), *_missing_kernels(context, chosen))
     return tuple(each for each in found if each.gain >= NOTED_RATIO)
 
 
-def missing_kernels(context: PlanningContext, chosen: Candidate) -> Iterator[MissingPackage]:
+def _missing_kernels(context: PlanningContext, chosen: Candidate) -> Iterator[MissingPackage]:
     """Kernels for attention and for the head and the blocks, for models of any kind."""
     for package, extra in _EXTRAS.items():
         if context.is_cpu or context.has_library(package):
             continue
         libraries = {**context.hardware.libraries, package: ""}
         there = replace(context, hardware=replace(context.hardware, libraries=libraries))
-        if not _may_gain(context, there, chosen):
-            continue
-        best = best_candidate(there, chosen.strategy)
-        gain = 1.0 if best is None else chosen.speed.step_s / best.speed.step_s
-        if best is not None and gain >= NOTED_RATIO:
+        best = best_candidate(there, chosen.strategy) if _may_gain(context, there, chosen) else None
+        if best is not None:
+            gain = chosen.speed.step_s / best.speed.step_s
             yield MissingPackage(
                 gain=gain,
                 sentence=f"{package} is not installed: with it a step is predicted {gain:.2f}x as fast "

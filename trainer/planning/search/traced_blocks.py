@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -14,6 +13,7 @@ from shardwise.trainer.spec.model.readers import furthest_forms
 from shardwise.trainer.spec.model.shape import ModelShape
 from shardwise.trainer.spec.packages import pip_line
 from shardwise.trainer.spec.plan import Candidate
+from shardwise.trainer.spec.value import Value
 
 
 def traced_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
@@ -23,7 +23,7 @@ def traced_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
         kinds = [f"{shape.traced.order.count(place)} {kind.name}" for place, kind in enumerate(shape.traced.kinds)]
         yield f"{_reason(shape)} a dry run of one block of each kind ({', '.join(kinds)})"
     slow = slow_kernels(context, chosen)
-    if slow is not None and slow.ratio < NOTED_RATIO:
+    if slow is not None and slow.gain < NOTED_RATIO:
         yield slow.text
 
 
@@ -34,29 +34,22 @@ def _reason(shape: ModelShape) -> str:
     return f"the closed form of {shape.model_type} is up to {furthest:.1%} off: memory of plain blocks follows from"
 
 
-def kernel_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
-    """Functions of missing packages that cost a share of the step, the line that installs them, and that share."""
-    slow = slow_kernels(context, chosen)
-    if slow is not None and slow.ratio >= NOTED_RATIO:
-        yield slow.text
-
-
 NOTED_RATIO = 1.05  # times as long; below, a missing package is no warning
 
 
-class SlowKernels(NamedTuple):
-    """What a step loses without kernels."""
+class MissingPackage(Value, frozen=True, kw_only=True):
+    """A package, or several that belong together, with the gain in times as fast and the command that installs it."""
 
-    ratio: float
+    gain: float
     sentence: str
-    fix: str  # the command that installs them
+    fix: str
 
     @property
     def text(self) -> str:
         return f"{self.sentence}; {self.fix}"
 
 
-def slow_kernels(context: PlanningContext, chosen: Candidate) -> SlowKernels | None:
+def slow_kernels(context: PlanningContext, chosen: Candidate) -> MissingPackage | None:
     """Functions that run operation by operation on the GPU; None where there are none."""
     shape = context.shape
     if shape.timed is None or context.is_cpu:
@@ -70,12 +63,12 @@ def slow_kernels(context: PlanningContext, chosen: Candidate) -> SlowKernels | N
     ratio = step_seconds(shape, configuration, context.device) / step_seconds(fast, configuration, context.device)
     longer = f"{ratio:.2g} times as long as" if ratio >= 2 else f"{ratio - 1:.0%} longer than".replace("%", " %")
     count = sum(bool(of_kind[kind]) for kind in shape.timed.order)
-    packages = sorted({kernel.package for kernel in kernels})
-    return SlowKernels(
-        ratio,
-        f"{count} of {len(shape.timed.order)} blocks compute {_listed(sorted({kernel.name for kernel in kernels}))} "
-        f"in plain torch: a step takes about {longer} with {_listed(packages)}",
-        pip_line("--no-build-isolation", *packages),
+    packages, names = sorted({kernel.package for kernel in kernels}), sorted({kernel.name for kernel in kernels})
+    return MissingPackage(
+        gain=ratio,
+        sentence=f"{count} of {len(shape.timed.order)} blocks compute {_listed(names)} in plain torch: a step takes about "
+        f"{longer} with {_listed(packages)}",
+        fix=pip_line("--no-build-isolation", *packages),
     )
 
 
