@@ -66,8 +66,8 @@ def slow_kernels(context: PlanningContext, chosen: Candidate) -> MissingPackage 
     packages, names = sorted({kernel.package for kernel in kernels}), sorted({kernel.name for kernel in kernels})
     return MissingPackage(
         gain=ratio,
-        sentence=f"{count} of {len(shape.timed.order)} blocks compute {_listed(names)} in plain torch: a step takes about "
-        f"{longer} with {_listed(packages)}",
+        sentence=f"{count} of {len(shape.timed.order)} blocks compute {_listed(names)} in plain torch: a step takes "
+        f"about {longer} with {_listed(packages)}",
         fix=pip_line("--no-build-isolation", *packages),
     )
 
