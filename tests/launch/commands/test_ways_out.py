@@ -7,11 +7,13 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
+from planning_factory import machine
 from typed_command import Run, in_empty_home, typed
 
 from shardwise.launch.commands.ui.explorer import Form, plan_parts, read_form
-from shardwise.launch.commands.ways_out import screen
+from shardwise.launch.commands.ways_out import RAM_SIZES, screen
 from shardwise.trainer.planning.explain.alternatives import Alternative
+from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import Attempt, ExitCode, NothingFitsError
 from shardwise.trainer.spec.units import GIB
 
@@ -72,6 +74,17 @@ def test_opt_ins_that_suffice_only_together_are_all_needed(plan: Run) -> None:
         command[at] = ",".join(other for other in allowed if other != each)
         forbidden = ["--forbid", each] if each == "offload_cpu" else []
         assert plan(*command, *forbidden)[0] == ExitCode.NOTHING_FITS, each
+
+
+def test_where_host_ram_is_not_known_the_least_size_that_suffices_is_named(plan: Run, tmp_path: Path) -> None:
+    codec.write(tmp_path / "hardware.json", machine("2xRTX-3090", ram_bytes=None))
+    _, out, _ = plan("llama-3.1-8b", "--method", "full", "--hardware", "hardware.json", "--json")
+    (way,) = [each for each in json.loads(out)["ways_out"] if "of host RAM, if a node has it" in each["name"]]
+    size = int(way["name"].split()[0])
+    below = RAM_SIZES[RAM_SIZES.index(size) - 1]
+    for ram, code in ((size, ExitCode.DONE), (below, ExitCode.NOTHING_FITS)):
+        command = way["command"].replace(f"host_ram={size}GiB", f"host_ram={ram}GiB")
+        assert plan(*shlex.split(command)[2:])[0] == code, ram
 
 
 def test_a_run_that_cannot_be_planned_has_the_ways_out_of_its_plan(
