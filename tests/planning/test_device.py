@@ -11,7 +11,7 @@ from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates
-from shardwise.trainer.spec.host_ram import usable_ram
+from shardwise.trainer.spec.host_ram import machine_bytes, usable_ram
 from shardwise.trainer.spec.strategy import Precision
 from shardwise.trainer.spec.units import GIB
 
@@ -103,6 +103,27 @@ def test_the_slowest_link_is_the_link() -> None:
     unknown_rate = replace(slow, bytes_per_s=None, has_peer_access=None)
     device = device_of(machine("4xA100-SXM4-80GB", links=(unknown_rate,)))
     assert device.link_bytes_per_s == GPU_SPECS["A100-SXM4-80GB"].pcie_bytes_per_s
+
+
+def test_cards_share_an_uplink_by_the_topology_or_as_boards_of_eight_servers_do() -> None:
+    def joined(*pairs: tuple[int, int], kind: LinkKind = LinkKind.PCIE_SWITCH) -> int:
+        links = tuple(Link(a=a, b=b, kind=kind, has_peer_access=True) for a, b in pairs)
+        return device_of(machine("8xL40S", links=links)).cards_per_uplink
+
+    assert joined() == 2 and joined((0, 1), kind=LinkKind.PCIE_HOST) == 1 and joined((0, 1), kind=LinkKind.NVLINK) == 1
+    assert joined((0, 1), (2, 3)) == 2 and joined((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)) == 4
+    usual = {spec: device_of(machine(spec)).cards_per_uplink for spec in ("4xL40S", "8xRTX-4090", "8xH100-SXM5-80GB")}
+    assert usual == {"4xL40S": 1, "8xRTX-4090": 1, "8xH100-SXM5-80GB": 1}
+
+
+def test_memory_that_is_the_ram_of_the_machine_is_one_pool() -> None:
+    chip, card = device_of(machine("1xGB10")), device_of(machine("1xRTX-4090"))
+    assert chip.shares_host_memory and not card.shares_host_memory
+    pool = GPU_SPECS["GB10"].memory_bytes
+    assert chip.usable_bytes == machine_bytes(pool, None) < pool - 8 * GIB
+    host = replace(UNKNOWN_HOST, usable_ram_bytes=64 * GIB)
+    assert device_of(machine("1xGB10", host=host)).usable_bytes == 64 * GIB  # a grant
+    assert device_of(machine("1xRTX-4090", host=host)).usable_bytes == card.usable_bytes
 
 
 def test_cpu_ranks_share_memory_and_cores_and_have_a_link() -> None:

@@ -642,3 +642,22 @@ def test_an_engine_for_its_offload_on_one_card_says_what_a_step_needs_without() 
     assert float(need[1]) > float(need[2])
     pinned = plan_of("1b", "1xRTX-4090", allow=(Allowance.OFFLOAD_CPU,), pin={"offload": Offload.OPTIMIZER})
     assert pinned.chosen.reasons[0].endswith("(optimizer)")
+
+
+def test_where_one_memory_serves_both_nothing_moves_and_the_process_in_it_counts() -> None:
+    """8B trained whole needs 147 GiB; paging half of that into the same pool frees nothing."""
+    chip = machine("1xGB10", ram_bytes=None)
+    with pytest.raises(NothingFitsError, match=r"adamw_fused\); GB10 has 113 GiB usable"):
+        plan_of("8b", chip, method=Method.FULL)
+    lora = plan_of("8b", chip, method=Method.LORA)
+    other = replace(chip, gpus=(replace(chip.gpus[0], spec_name="H200"),))
+    beside = plan_of("8b", replace(other, vram_cap_bytes=112 * GIB), method=Method.LORA, pin={"micro_batch": 1})
+    alike = plan_of("8b", chip, method=Method.LORA, pin={"micro_batch": 1})
+    assert (lora.chosen.memory.host_bytes, lora.chosen.memory.pinned_bytes) == (0, 0)
+    assert not any("host RAM" in warning for warning in lora.warnings)
+    in_ram = beside.chosen.memory.host_bytes + beside.chosen.memory.pinned_bytes
+    assert in_ram > GIB
+    assert alike.chosen.memory.need_bytes - beside.chosen.memory.need_bytes == pytest.approx(in_ram, abs=GIB)
+    for pin in ({"optimizer": Optimizer.PAGED_ADAMW}, {"offload": Offload.OPTIMIZER}):
+        with pytest.raises(InputError, match="whose memory is the RAM of the machine"):
+            plan_of("1b", chip, method=Method.FULL, pin=pin)

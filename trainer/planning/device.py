@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from shardwise.trainer.planning.tables.gpu_chips import Generation
 from shardwise.trainer.planning.tables.gpu_names import spec_of
-from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
+from shardwise.trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec, usual_cards_per_uplink
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
-from shardwise.trainer.spec.host_ram import pinnable_ram, usable_ram
+from shardwise.trainer.spec.host_ram import machine_bytes, pinnable_ram, usable_ram
 from shardwise.trainer.spec.strategy import Fp8Recipe, Precision
 from shardwise.trainer.spec.units import MIB, format_bytes
 from shardwise.trainer.spec.value import Value
@@ -45,6 +45,7 @@ class Device(Value, frozen=True, kw_only=True, cache_hash=True):
     num_cores: int | None = None  # of a node
     cpu_name: str | None = None
     is_consumer: bool = False  # a card of desktops and laptops
+    shares_host_memory: bool = False  # its memory is the RAM of the machine, one pool for both
     compute_capability: tuple[int, int] | None = None
     generation: Generation | None = None
     board_watts: float | None = None  # the limit that is set
@@ -69,7 +70,8 @@ class Device(Value, frozen=True, kw_only=True, cache_hash=True):
     has_peer_access: bool | None = None
     network_bytes_per_s: int | None = None  # of a node, all adapters together
     measured_network_bytes_per_s: int | None = None  # an all-gather over all devices of several nodes, into one of them
-    pcie_bytes_per_s: int | None = None
+    pcie_bytes_per_s: int | None = None  # of one card
+    cards_per_uplink: int = 1  # that share a way to the host
     measured_pcie_bytes_per_s: int | None = None
     measured_host_adam_bytes_per_s: int | None = None
     nvme_bytes_per_s: int | None = None  # the fastest disk that was measured, in its slower direction
@@ -113,7 +115,11 @@ def _gpu_device(hardware: Hardware) -> Device:
     # Rates of the slowest card, and only when those of every card are known.
     slowest = min(known, key=lambda spec: spec.fp16_flops_per_s) if len(known) == len(gpus) else None
     capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
-    usable = _grantable_bytes(smallest)
+    usable, shares = _grantable_bytes(smallest), any(spec.is_integrated for spec in known)
+    if shares:  # the system lives in the same pool
+        granted = usable_ram(hardware.host)
+        left = machine_bytes(smallest.memory_bytes, smallest.free_bytes)
+        usable = min(usable, left if granted is None else min(left, granted))
     slots = [spec.pcie_bytes_per_s_at(gpu.pcie_width) for gpu in gpus if (spec := spec_of(gpu)) is not None]
     pcie = min(slots) if slowest else None
     fabric = _fabric(hardware, slowest, pcie)
@@ -131,6 +137,7 @@ def _gpu_device(hardware: Hardware) -> Device:
         num_cores=hardware.host.num_cores,
         cpu_name=hardware.host.cpu_name,
         is_consumer=any(spec.is_consumer for spec in known),
+        shares_host_memory=shares,
         compute_capability=min(capabilities) if len(capabilities) == len(gpus) else None,
         generation=slowest.generation if slowest else None,
         board_watts=min(watts) if watts else (slowest.board_watts or None if slowest else None),
@@ -146,6 +153,7 @@ def _gpu_device(hardware: Hardware) -> Device:
         memory_bytes_per_s=min(spec.memory_bytes_per_s for spec in known) if slowest else None,
         measured_memory_bytes_per_s=rates.memory_bytes_per_s,
         pcie_bytes_per_s=pcie,
+        cards_per_uplink=_cards_per_uplink(hardware, slowest),
         measured_pcie_bytes_per_s=rates.host_to_device_bytes_per_s,
         measured_host_adam_bytes_per_s=rates.host_adam_bytes_per_s,
         nvme_bytes_per_s=_fastest_disk(hardware.host.disks),
@@ -171,6 +179,15 @@ def _peaks(spec: GpuSpec | None) -> tuple[tuple[Precision, int], ...]:
         return ()
     peaks = ((precision, spec.peak_flops_per_s(precision)) for precision in Precision)
     return tuple((precision, peak) for precision, peak in peaks if peak is not None)
+
+
+def _cards_per_uplink(hardware: Hardware, spec: GpuSpec | None) -> int:
+    """Cards that copy to and from the host through one uplink: by the topology, else as is usual."""
+    joined = [{link.a, link.b} for link in hardware.links if link.kind is LinkKind.PCIE_SWITCH]
+    groups = [set[int]().union(*(pair for pair in joined if gpu.index in pair)) for gpu in hardware.gpus]
+    if joined:
+        return max(map(len, groups))
+    return 1 if spec is None or hardware.links else usual_cards_per_uplink(spec, len(hardware.gpus))
 
 
 class _Fabric(Value, frozen=True, kw_only=True):

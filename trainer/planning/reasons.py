@@ -224,7 +224,7 @@ def _memory_warnings(context: PlanningContext, chosen: Candidate) -> Iterator[st
             f"at the upper end of its prediction a step needs {format_bytes(most)} of the "
             f"{format_bytes(memory.usable_bytes)} usable; the first fallback then continues the run"
         )
-    if context.is_cpu:
+    if context.is_cpu or context.device.shares_host_memory:
         return
     need, usable = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
     if usable is None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import at_longest, candidate_of, configuration_of
 from shardwise.trainer.planning.context import PlanningContext
-from shardwise.trainer.planning.memory import OVERHEADS, StepBytes, on_device, overheads, step_memory
+from shardwise.trainer.planning.memory import OVERHEADS, StepBytes, host_in_pool, on_device, overheads, step_memory
 from shardwise.trainer.planning.memory.events import StepMemory, resident_bytes, step_events
 from shardwise.trainer.planning.planner import context_of, schedule_with
 from shardwise.trainer.planning.reasons import notes, reasons
@@ -88,6 +88,7 @@ def simulated_memory(context: PlanningContext, candidate: Candidate, simulation:
         events={**{name: {} for name in totals}, **predicted},
         totals=parts | totals,
         steady=simulation.steady_allocated_bytes + workspace + step.sharding.root,
+        host=host_in_pool(step, context.device),
     )
     around = overheads(held, OVERHEADS)
     outside = around.device - around.reserved

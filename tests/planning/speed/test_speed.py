@@ -137,6 +137,13 @@ def test_a_measured_network_replaces_the_one_of_the_datasheet() -> None:
     )
 
 
+@pytest.mark.parametrize("measured", [None, 20 * 10**9])
+def test_cards_that_share_an_uplink_share_its_rate(measured: int | None) -> None:
+    alone = replace(gpu("4xL40S"), measured_pcie_bytes_per_s=measured)
+    shared = rates_of(configuration(), replace(alone, cards_per_uplink=2)).pcie
+    assert 2 * shared == pytest.approx(rates_of(configuration(), alone).pcie)
+
+
 def test_an_unknown_card_ranks_but_promises_nothing_and_no_more_does_a_cpu() -> None:
     device, chosen = stranger(), configuration(precision=Precision.FP16_MIXED)
     found = estimate_speed(LLAMA_8B, chosen, device)

@@ -111,6 +111,7 @@ class StepBytes(Value, frozen=True, kw_only=True):
     events: dict[str, Event]
     totals: dict[str, int]
     steady: int  # what stays on the device through a whole step
+    host: int  # of the process in RAM that is the memory of the device as well; 0 where RAM is another
 
 
 class Overheads(Value, frozen=True, kw_only=True):
@@ -135,7 +136,9 @@ def estimate_memory(
     if policy.reference.uses_fsdp1 and policy.uses_fsdp and not policy.updates_in_backward:
         steady += step.states.gradients  # flat parameters keep their sharded gradients until the next backward
     around = overheads(held, table)
-    host = host_memory(configuration, policy, step.dims, step.states, activations=step.blocks.offloaded)
+    host = _host_of(step)
+    if device.shares_host_memory:  # `need_bytes` has it
+        host = HostMemory(pinned=0, pageable=0, nvme=host.nvme)
     return MemoryEstimate(
         parts={name: num_bytes for name, num_bytes in held.events[peak_event].items() if num_bytes},
         peak_event=peak_event,
@@ -252,7 +255,17 @@ def _bytes_of(step: StepMemory, configuration: Configuration, device: Device) ->
         events=events,
         totals={name: sum(event.values()) for name, event in events.items()},
         steady=sum(resident.values()) + step.sharding.root,
+        host=host_in_pool(step, device),
     )
+
+
+def host_in_pool(step: StepMemory, device: Device) -> int:
+    """Bytes of RAM in the same pool as those of the device; 0 where RAM is another."""
+    return _host_of(step).ram if device.shares_host_memory else 0
+
+
+def _host_of(step: StepMemory) -> HostMemory:
+    return host_memory(step.configuration, step.policy, step.dims, step.states, activations=step.blocks.offloaded)
 
 
 # Terms of an event, grouped into the four parts that a running trainer can distinguish; all others are activations:
@@ -329,7 +342,7 @@ def needed(held: StepBytes, table: OverheadTable) -> int:
         peak = max(held.totals.values())
         return peak + round(table.cpu_margin.likely * peak) + _context_bytes(held.device, table)
     inside = max(_needed(held, name, event, table) for name, event in held.events.items())
-    return round(inside) + _outside_bytes(held.device, held.num_ranks, table)
+    return round(inside) + _outside_bytes(held.device, held.num_ranks, table) + held.host
 
 
 def least_needed(

@@ -215,6 +215,10 @@ class HostMemory(Value, frozen=True, kw_only=True):
     pageable: int
     nvme: int
 
+    @property
+    def ram(self) -> int:
+        return self.pinned + self.pageable
+
 
 def host_memory(
     configuration: Configuration, policy: PrecisionPolicy, dims: Dims, states: States, *, activations: int

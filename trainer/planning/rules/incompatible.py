@@ -129,6 +129,24 @@ LAYOUTS: tuple[Incompatibility, ...] = (
 
 ROWS: tuple[Incompatibility, ...] = (
     Incompatibility(
+        name="one_memory_for_both",
+        is_broken=lambda c: c.device.shares_host_memory and _is_offloaded(c) and not c.strategy.offload.uses_nvme,
+        reason="offload: {offload} frees nothing on {device}, whose memory is the RAM of the machine",
+        instead="offload: none",
+        evidence="a copy within one memory frees nothing; CUDA C++ Programming Guide, integrated GPUs",
+        reach=Reach.PLANNER,
+    ),
+    Incompatibility(
+        name="one_memory_for_paged_state",
+        is_broken=lambda c: (
+            c.device.shares_host_memory and c.strategy.optimizer.facts.is_paged and not c.method.freezes_base
+        ),
+        reason="optimizer: {optimizer} pages nothing out of {device}, whose memory is the RAM of the machine",
+        instead="adamw_fused",
+        evidence="managed memory of an integrated GPU stays where it is",
+        reach=Reach.PLANNER,
+    ),
+    Incompatibility(
         name="several_ranks_share_nothing",
         is_broken=lambda c: c.strategy.sharding.facts.is_one_rank and c.num_ranks > 1,
         reason="{sharding} would train {num_ranks} different models on {num_ranks} ranks",

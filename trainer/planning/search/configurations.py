@@ -167,7 +167,8 @@ def activation_offloads(context: PlanningContext, checkpointing: Checkpointing) 
     is_allowed = Allowance.OFFLOAD_CPU in context.job.allow and context.host_ram_bytes is not None
     moves_few = checkpointing is Checkpointing.FULL or context.job.pin.checkpointing is not None
     is_allowed = is_allowed and (moves_few or context.knows_host_copies)
-    return (False, True) if is_allowed and not context.is_cpu else (False,)
+    has_another = not context.is_cpu and not context.device.shares_host_memory
+    return (False, True) if is_allowed and has_another else (False,)
 
 
 def shard_groups(context: PlanningContext, strategy: Strategy) -> tuple[int | None, ...]:

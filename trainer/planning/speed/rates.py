@@ -288,6 +288,8 @@ def _network_rate(device: Device) -> float:
 
 
 def _pcie_rate(device: Device) -> float:
+    """Of each card while all copy, as ranks do; one card was measured alone."""
     if device.measured_pcie_bytes_per_s is not None:
-        return float(device.measured_pcie_bytes_per_s)
-    return constants.PCIE_SHARE * (device.pcie_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S)
+        return device.measured_pcie_bytes_per_s / device.cards_per_uplink
+    rate = device.pcie_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S
+    return constants.PCIE_SHARE * rate / device.cards_per_uplink

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, MIG_MARK, GpuSpec, gpu_spec
+from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS, MIG_MARK, GpuSpec, gpu_spec, usual_cards_per_uplink
 from shardwise.trainer.spec.errors import InputError, close_matches
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host
 from shardwise.trainer.spec.host_ram import usable_ram
@@ -318,6 +318,8 @@ def as_usual(hardware: Hardware) -> Hardware:
         gpus = tuple(replace(gpu, pcie_width=lanes) for gpu in gpus)
         assumed.append(f"PCIe x{lanes} for each card")
         examples.append("lanes=16")
+    if usual_cards_per_uplink(spec, len(gpus)) > 1:
+        assumed.append("PCIe uplinks that two cards share")
     if spec.is_consumer and gpus[0].free_bytes is None:
         first = replace(gpus[0], free_bytes=spec.usable_bytes - DISPLAY_BYTES)
         gpus = (first, *gpus[1:])

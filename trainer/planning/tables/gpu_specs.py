@@ -123,6 +123,19 @@ class GpuSpec(Value, frozen=True, kw_only=True):
         return replace(_with_scaled_peaks(self, share), board_watts=round(limit), lowest_watts=None)
 
 
+SHARED_UPLINKS_FROM = 8  # cards
+
+
+def usual_cards_per_uplink(spec: GpuSpec, num_cards: int) -> int:
+    """Cards of a server that share a way to the host, where its topology is not known.
+
+    Eight in slots are behind PCIe switches, two for each uplink; fewer have lanes of their own. Boards of NVLink have
+    such switches too, but the one measured run of their offload (70B on eight A100, torchtune) is faster than without.
+    """
+    is_in_slot = spec.pcie_lanes is not None and spec.nvlink_bytes_per_s is None
+    return 2 if num_cards >= SHARED_UPLINKS_FROM and is_in_slot and not spec.is_consumer else 1
+
+
 @lru_cache(maxsize=256)
 def gpu_spec(name: str | None) -> GpuSpec | None:
     """The row of exactly this name, of a card or of a MIG slice (`A100-SXM4-80GB-MIG-1g.10gb`); None: there is none."""
