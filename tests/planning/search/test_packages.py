@@ -29,7 +29,12 @@ def test_a_missing_kernel_is_named_with_the_gain_of_the_plan_that_has_it() -> No
     assert there.chosen.strategy == without.chosen.strategy
     (found,) = missing_packages(context_of(without), without.chosen)
     assert found.gain == pytest.approx(without.chosen.speed.step_s / there.chosen.speed.step_s) and found.gain > 1.2
-    assert "flash-attn" in found.sentence and f"{found.gain:.2f}x" in found.sentence and "[flash]" in found.fix
+    assert (
+        "flash-attn" in found.sentence
+        and "model.flash_kernel" in found.sentence
+        and f"{found.gain:.2f}x" in found.sentence
+        and "[flash]" in found.fix
+    )
     assert any(found.sentence in text for text in without.warnings)
     (of_doctor,) = missing_for(without)
     assert (of_doctor.sentence, of_doctor.fix) == (found.sentence, found.fix)

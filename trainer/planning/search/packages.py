@@ -37,9 +37,11 @@ def _missing_kernels(context: PlanningContext, chosen: Candidate) -> Iterator[Mi
         best = best_candidate(there, chosen.strategy) if _may_gain(context, there, chosen) else None
         if best is not None:
             gain = chosen.speed.step_s / best.speed.step_s
+            is_unnamed = package == "flash-attn" and context.job.model.flash_kernel is None
+            prebuilt = ", and model.flash_kernel names no prebuilt one" if is_unnamed else ""
             yield MissingPackage(
                 gain=gain,
-                sentence=f"{package} is not installed: with it a step is predicted {gain:.2f}x as fast "
+                sentence=f"{package} is not installed{prebuilt}: with it a step is predicted {gain:.2f}x as fast "
                 f"({', '.join(_changes(chosen, best))})",
                 fix=extra_line(extra),
             )
