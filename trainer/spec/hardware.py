@@ -186,6 +186,11 @@ class Hardware(Value, frozen=True, kw_only=True):
         return not self.gpus and self.num_nodes == 1
 
     @property
+    def other_python(self) -> str | None:
+        """Python as a person types it on another machine; None: this one's, by its path."""
+        return None if self.source == "probe" else "python"
+
+    @property
     def num_devices_per_node(self) -> int:
         return len(self.gpus) or self.num_cpu_devices
 

@@ -38,6 +38,8 @@ SLOW_FP8 = {"allow": (Allowance.FP8,), "fp8_gain": fp8_gain_of(0.93)}
 OF_A_CONTEXT: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("pinned", "8xH100-SXM5-80GB", {"pin": {"sharding": Sharding.DDP}}, "zero2/bf16-mixed/adamw", "pin.sharding: ddp"),
     ("several_ranks_share_nothing", "2xRTX-4090", {}, "none/bf16-mixed/adamw_fused", "2 different models"),
+    ("one_memory_for_both", "1xGB10", {}, OFFLOADED, "frees nothing on GB10"),
+    ("one_memory_for_paged_state", "1xGB10", {}, "none/bf16-mixed/paged_adamw", "pages nothing out of GB10"),
     ("one_rank_has_no_peer", "1xRTX-4090", {}, "ddp/bf16-mixed/adamw_fused", "there is one"),
     ("hsdp_needs_groups", "3xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "3 ranks have none"),
     ("hsdp_needs_groups", "2x1xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "2 ranks have none"),

@@ -33,6 +33,7 @@ def test_a_missing_kernel_is_named_with_the_gain_of_the_plan_that_has_it() -> No
         "flash-attn" in found.sentence
         and "model.flash_kernel" in found.sentence
         and f"{found.gain:.2f}x" in found.sentence
+        and found.fix.startswith("python -m pip")
         and "[flash]" in found.fix
     )
     assert any(found.sentence in text for text in without.warnings)

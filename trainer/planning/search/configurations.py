@@ -265,7 +265,7 @@ def missing_flash(context: PlanningContext) -> str | None:
     if unfit is None and context.has_library("kernels"):
         return None
     missing = unfit or "flash-attn is not installed, nor is kernels, which model.flash_kernel needs"
-    return f"{missing} ({extra_line('hub-kernels')})"
+    return f"{missing} ({extra_line('hub-kernels', python=context.hardware.other_python)})"
 
 
 def flash_kernel(context: PlanningContext, taken: Attention) -> str | None:

@@ -43,7 +43,7 @@ def _missing_kernels(context: PlanningContext, chosen: Candidate) -> Iterator[Mi
                 gain=gain,
                 sentence=f"{package} is not installed{prebuilt}: with it a step is predicted {gain:.2f}x as fast "
                 f"({', '.join(_changes(chosen, best))})",
-                fix=extra_line(extra),
+                fix=extra_line(extra, python=context.hardware.other_python),
             )
 
 

@@ -68,7 +68,7 @@ def slow_kernels(context: PlanningContext, chosen: Candidate) -> MissingPackage 
         gain=ratio,
         sentence=f"{count} of {len(shape.timed.order)} blocks compute {_listed(names)} in plain torch: a step takes "
         f"about {longer} with {_listed(packages)}",
-        fix=pip_line("--no-build-isolation", *packages),
+        fix=pip_line("--no-build-isolation", *packages, python=context.hardware.other_python),
     )
 
 
