@@ -97,6 +97,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         shard_group=chosen.shard_group,
         reduce_every_micro_batch=chosen.reduce_every_micro_batch,
         bf16_reduction=chosen.bf16_reduction,
+        embedding_on_host=chosen.embedding_on_host,
         precision=chosen.strategy.precision,
         optimizer=chosen.strategy.optimizer,
         micro_batch=chosen.micro_batch,

@@ -112,7 +112,7 @@ def least_needy(
 
 # What decides the activations that a strategy retains for a micro batch.
 _RETAINED = attrgetter("checkpointing", "compile", "fused_kernels", "activation_offload", "shard_group",
-                       "reduce_every_micro_batch")  # fmt: skip
+                       "reduce_every_micro_batch", "embedding_on_host")  # fmt: skip
 
 
 def never_fits(context: PlanningContext, configuration: Configuration) -> bool:
@@ -185,8 +185,8 @@ def start_up_share(context: PlanningContext, configuration: Configuration) -> fl
 # Relative errors of a predicted time, as far as they depend on the configuration: nine in ten published runs are within
 # those that were compared with any (docs/accuracy.md; tests/planning/test_accuracy.py has the rows of each).
 COMPARED_ERROR = 0.10  # FSDP2 and one GPU: 176 rows; torch.compile: 14
-# DeepSpeed's ZeRO, hybrid sharding, FSDP2 that reduces every micro batch: no row; activations in host RAM: 4 rows of
-# one program.
+# DeepSpeed's ZeRO, hybrid sharding, FSDP2 that reduces every micro batch, embeddings in host RAM: no row; activations
+# in host RAM: 4 rows of one program.
 UNCOMPARED_ERROR = 0.15
 HOST_STATE_ERROR = 0.30  # weights or optimizer in host RAM: 9 rows of one program, none of DeepSpeed's CPU Adam
 PAGING_ERROR = 1.00  # no row; the driver moves paged state as it is touched, a prediction assumes the rate of the link
@@ -204,7 +204,8 @@ def prediction_error(configuration: Configuration) -> float:
         return HOST_STATE_ERROR
     has_rows = not row.sharding.uses_deepspeed and not row.sharding.facts.shards_within_group
     is_reduced = configuration.reduce_every_micro_batch and configuration.accumulation > 1
-    is_compared = has_rows and not configuration.activation_offload and not is_reduced
+    uses_host = configuration.activation_offload or configuration.embedding_on_host
+    is_compared = has_rows and not uses_host and not is_reduced
     return COMPARED_ERROR if is_compared else UNCOMPARED_ERROR
 
 

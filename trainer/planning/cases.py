@@ -107,6 +107,7 @@ class TrainInput(Value, frozen=True, kw_only=True):
     activation_offload: bool = False
     layerwise: bool = False  # of galore
     shard_group: Count | None = None  # ranks that share one copy of the state under hsdp; null: those of a node
+    embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM
 
     @property
     def lora(self) -> LoraJob:
@@ -426,6 +427,7 @@ def _configuration_of(fields: CaseInput, shape: ModelShape, device: Device) -> C
         compile=train.compile,
         activation_offload=train.activation_offload,
         optimizer_in_backward=train.optimizer_in_backward,
+        embedding_on_host=train.embedding_on_host,
         fp8_recipe=train.fp8_recipe or (DEFAULT_RECIPES[0] if train.precision is Precision.FP8 else None),
         shard_group=train.shard_group or (device.devices_per_node if is_hybrid else None),
         lora=train.lora,

@@ -69,6 +69,7 @@ class Configuration(Value, frozen=True, kw_only=True):
     shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a node
     reduce_every_micro_batch: bool = False  # of FSDP2, with accumulation
     bf16_reduction: bool = False  # of FSDP2: gradients are added up over the ranks in bf16
+    embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     router_aux_loss: float | None = None

@@ -408,6 +408,7 @@ _SETTING_AXES = (
     "optimizer_in_backward",
     "shard_group",
     "reduce_every_micro_batch",
+    "embedding_on_host",
 )
 
 

@@ -94,7 +94,7 @@ def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
     row = candidate.strategy
     return (
         f"{row.sharding}: {_why_sharding(context, candidate)}{_why_group(context, candidate)}"
-        f"{_why_reduced(context, candidate)}",
+        f"{_why_reduced(context, candidate)}{_why_on_host(context, candidate)}",
         f"{row.precision}: {_why_precision(context, candidate)}",
         f"micro batch {candidate.micro_batch}: {_why_micro_batch(context, candidate)}",
         f"checkpointing {candidate.checkpointing}: {_why_checkpointing(context, candidate)}",
@@ -273,9 +273,10 @@ def _why_sharding(context: PlanningContext, candidate: Candidate) -> str:
         return text
     if (best := best_of(context, resident)[0]) is not None:
         return f"{text}; a step without it is predicted {best.speed.step_s / candidate.speed.step_s:.2f} times as long"
-    least = min(least_need(context, row).memory.need_bytes for row in resident)
-    usable = format_bytes(context.device.usable_bytes)
-    return f"{text}; without it a step needs at least {format_bytes(least)}, {usable} are usable"
+    least = min((least_need(context, row) for row in resident), key=lambda each: each.memory.need_bytes)
+    need, usable = format_bytes(least.memory.need_bytes), format_bytes(context.device.usable_bytes)
+    moved = ", the embedding table in host RAM," if least.embedding_on_host else ""
+    return f"{text}; without it a step needs at least {need}{moved} and {usable} are usable"
 
 
 def _why_group(context: PlanningContext, candidate: Candidate) -> str:
@@ -306,6 +307,20 @@ def _why_reduced(context: PlanningContext, candidate: Candidate) -> str:
         return f"{text}: their sum over the ranks is bf16, that over micro batches fp32"
     waiting = candidate_of(context, replace(configuration_of(context, candidate), reduce_every_micro_batch=False))
     return f"{text}: whole ones until the last would need {format_bytes(waiting.memory.need_bytes)}"
+
+
+def _why_on_host(context: PlanningContext, candidate: Candidate) -> str:
+    """What the table of input embeddings in host RAM saves, and why it is there; empty where it is on the device."""
+    if not candidate.embedding_on_host:
+        return ""
+    other = candidate_of(context, replace(configuration_of(context, candidate), embedding_on_host=False))
+    saved = other.memory.need_bytes - candidate.memory.need_bytes
+    text = f"; the embedding table stays in host RAM: {format_bytes(saved)} less on the card"
+    if context.job.pin.embedding_on_host is not None:
+        return f"{text}, as the job file pins it"
+    if other.memory.fits:
+        return f"{text}, which would be {_share_filled(other):.0%} full"
+    return f"{text}, where a step would need {format_bytes(other.memory.need_bytes)}"
 
 
 def _why_precision(context: PlanningContext, candidate: Candidate) -> str:

@@ -158,6 +158,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a machine
     reduce_every_micro_batch: bool = False  # FSDP2 sums gradients over the ranks with each, not with the last alone
     bf16_reduction: bool = False  # of FSDP2: gradients are added up over the ranks in bf16
+    embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM, and rows are looked up there
     reasons: tuple[str, ...] = ()
 
     @property

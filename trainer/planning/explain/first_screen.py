@@ -330,6 +330,8 @@ def _state(candidate: Candidate) -> Iterator[str]:
         yield "gradients reduced with every micro batch"
     if candidate.bf16_reduction:
         yield "gradients summed over the devices in bf16"
+    if candidate.embedding_on_host:
+        yield "embedding table in RAM"
     if row.offload is not Offload.NONE:
         yield _OFFLOADED[row.offload]
     if row.optimizer.facts.is_paged:
@@ -405,7 +407,7 @@ def _properties(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
     return (
         f"{row.precision}",
         f"{row.optimizer}" if row.optimizer.facts.is_paged or not candidate.is_exact else "",
-        _OFFLOADED[row.offload] or "state on the card",
+        _OFFLOADED[row.offload] or ("embedding table in RAM" if candidate.embedding_on_host else "state on the card"),
         "" if row.sharding is Sharding.NONE else f"{row.sharding}",
         _recomputation(candidate),
         f"{_batch(plan, candidate)} at a time",
@@ -515,6 +517,8 @@ def _step_down(plan: Plan, last: Candidate, fallback: Candidate) -> str:
         return f"{fallback.strategy.sharding} ({state})" if state else str(fallback.strategy.sharding)
     if fallback.micro_batch != last.micro_batch:
         return f"{_batch(plan, fallback)} at a time"
+    if fallback.embedding_on_host != last.embedding_on_host:
+        return "the embedding table in RAM"
     if fallback.checkpointing != last.checkpointing:
         return _recomputation(fallback)
     if (fallback.loss, fallback.loss_chunk_tokens) != (last.loss, last.loss_chunk_tokens):

@@ -150,7 +150,8 @@ def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
     stored = f"nf4, embeddings, head and norms {weight}" if chosen.method is Method.QLORA else weight
     masters = f" and {trained} masters" if policy.uses_deepspeed and not frozen and weight != trained else ""
     yield (
-        f"weights {stored}{' (frozen), adapters ' + trained if frozen else ''}{masters}, computed in "
+        f"weights {stored}{' (frozen), adapters ' + trained if frozen else ''}{masters}"
+        f"{', embedding table in host RAM' if chosen.embedding_on_host else ''}, computed in "
         f"{'fp8' if row.precision is Precision.FP8 else compute}{', products in tf32' if chosen.tf32 else ''}"
     )
     gradients = compute if policy.uses_deepspeed else trained

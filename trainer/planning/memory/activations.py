@@ -104,6 +104,7 @@ class BlockActivations(Value, frozen=True, kw_only=True):
     buckets=None,
     shard_group=None,
     reduce_every_micro_batch=False,
+    embedding_on_host=False,
 )
 def block_activations(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> BlockActivations:
     """Bytes that the blocks of the model keep and need."""

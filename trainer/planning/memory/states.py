@@ -17,9 +17,11 @@ DeepSpeed and FSDP2 pin host RAM; FSDP2's optimizer state is created by torch an
 
 Host RAM and NVMe of a node. An engine that shards weights loads shard by shard, one GPU or DDP copies each tensor to
 the GPU as it is read, and QLoRA quantises it there: in addition to its own state a rank then holds at most one tensor
-and one in transfer. ZeRO-1 and ZeRO-2 build the whole model in host memory in the type of its master weights, and FP8
-converts the layers of a whole model: a node needs that many copies once, at the start, and the offloaded state for the
-rest of the run. On a CPU device the model itself is the device's memory and is not counted twice.
+and one in transfer. Under `embedding_on_host` the frozen table of input embeddings stays in pageable host RAM, and the
+rows of one micro batch pass through a pinned buffer. ZeRO-1 and ZeRO-2 build the whole model in host memory in the type
+of its master weights, and FP8 converts the layers of a whole model: a node needs that many copies once, at the start,
+and the offloaded state for the rest of the run. On a CPU device the model itself is the device's memory and is not
+counted twice.
 
 Optimizer state, per element: w = bytes of a master weight: AdamW two moments (2w); paged AdamW two in fp32; Lion one
 (w); SGD without momentum none; 8-bit Adam two bytes and one fp32 scale per 256 elements and moment (bitsandbytes
@@ -82,6 +84,7 @@ class States(Value, frozen=True, kw_only=True):
     pinned: int = 0
     pageable: int = 0
     nvme: int = 0
+    host_table: int = 0  # the input embeddings under embedding_on_host, pageable
 
 
 @same_for_all(
@@ -109,6 +112,7 @@ def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Di
     shards_weights = sharding.shards_weights
     weight_degree = degree if shards_weights else 1
     weights, quant_state = _base_weights(configuration, policy, dims, weight_degree)
+    host_table = table_on_host(configuration, policy, dims)
     adapters = 0
     if policy.is_frozen:
         adapter_width = policy.compute_bytes if policy.uses_deepspeed else width
@@ -133,7 +137,7 @@ def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Di
     on_device = States(
         num_trained=trained,
         saved=saved,
-        weights=weights,
+        weights=weights - host_table,
         quant_state=quant_state,
         adapters=adapters,
         master_weights=masters,
@@ -142,6 +146,7 @@ def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Di
         optimizer_temporaries=temporaries,
         table_temporaries=share(optimizer.table_temporaries, degree),
         managed=managed,
+        host_table=host_table,
     )
     return (
         on_device
@@ -193,6 +198,16 @@ def _offloaded(states: States, strategy: Strategy, policy: PrecisionPolicy) -> S
     )
 
 
+def table_on_host(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
+    """Bytes of the frozen table of input embeddings that stays in host RAM, in 16 bit also of a base in 4 bit."""
+    return policy.weight_bytes * dims.embedding if configuration.embedding_on_host and policy.is_cuda else 0
+
+
+def looked_up_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
+    """Bytes of the rows that one forward looks up in host RAM and sends to the device."""
+    return policy.weight_bytes * dims.hidden * policy.tokens if configuration.embedding_on_host else 0
+
+
 def _base_weights(configuration: Configuration, policy: PrecisionPolicy, dims: Dims, degree: int) -> tuple[int, int]:
     """(weights, quantisation scales) of the base model on one rank."""
     if configuration.method is not Method.QLORA:
@@ -225,12 +240,12 @@ def host_memory(
 ) -> HostMemory:
     """Bytes of RAM and NVMe that the ranks of one node need."""
     num_ranks = min(configuration.ranks_per_node, configuration.num_ranks)
-    pinned = states.pinned + activations
+    pinned = states.pinned + activations + looked_up_bytes(configuration, policy, dims)
     if not policy.is_cuda:
         return HostMemory(pinned=0, pageable=num_ranks * (pinned + states.pageable), nvme=num_ranks * states.nvme)
     building = loading_bytes(configuration, policy, dims)
     # The built model is freed as it is sharded, before the offloaded state is complete.
-    pageable = PROCESS_BYTES + states.managed + max(building, states.pageable)
+    pageable = PROCESS_BYTES + states.managed + states.host_table + max(building, states.pageable)
     return HostMemory(pinned=num_ranks * pinned, pageable=num_ranks * pageable, nvme=num_ranks * states.nvme)
 
 

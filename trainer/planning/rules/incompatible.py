@@ -2,8 +2,9 @@
 
 `LAYOUTS` is about the strategy alone; no row of the catalogue breaks it, and it states why a strategy is missing.
 `ROWS` rules out rows of the catalogue for a method or on a machine. `SETTINGS` is about attention, checkpointing, loss
-head, torch.compile, activation offload, updates inside the backward pass and the FP8 recipe. An input that fixes none
-of these breaks none (tested), so the planner reads it only for the pins of a job and for what it has chosen.
+head, torch.compile, activation offload, embeddings in host RAM, updates inside the backward pass and the FP8 recipe. An
+input that fixes none of these breaks none (tested), so the planner reads it only for the pins of a job and for what it
+has chosen.
 
 The first broken row of a table is the reason, so the more fundamental one comes first.
 """
@@ -510,6 +511,36 @@ SETTINGS: tuple[Incompatibility, ...] = (
         is_broken=lambda c: c.activation_offload and c.is_cpu,
         reason="activation_offload: activations are in host RAM already, the device is the CPU",
         instead="activation_offload: false",
+        evidence="a copy from host RAM to host RAM frees nothing",
+        reach=Reach.PLANNER,
+    ),
+    # The table of input embeddings.
+    Incompatibility(
+        name="embedding_on_host_is_frozen",
+        is_broken=lambda c: c.embedding_on_host and not c.method.freezes_base,
+        reason="embedding_on_host: method: {method} trains the table of embeddings, and updates it on the GPU",
+        instead="embedding_on_host: false, or method: lora or qlora",
+        evidence="a gradient of the table would have as many rows as the batch has tokens, each step over PCIe",
+    ),
+    Incompatibility(
+        name="embedding_on_host_is_no_head",
+        is_broken=lambda c: c.embedding_on_host and c.shape.is_tied,
+        reason="embedding_on_host: the head of this {model_type} is the same table, and multiplies with it on the GPU",
+        instead="embedding_on_host: false",
+        evidence="transformers, tie_word_embeddings: lm_head.weight is the parameter of the embedding",
+    ),
+    Incompatibility(
+        name="embedding_on_host_is_of_one_rank",
+        is_broken=lambda c: c.embedding_on_host and not c.strategy.sharding.facts.is_one_rank,
+        reason="embedding_on_host is of one GPU that holds the model itself, not of {sharding}",
+        instead="embedding_on_host: false, or none on one GPU (--gpus 0)",
+        evidence="DDP sends every parameter from the first rank to the others by NCCL; FSDP2 and ZeRO share tables out",
+    ),
+    Incompatibility(
+        name="embedding_is_on_the_host",
+        is_broken=lambda c: c.embedding_on_host and c.is_cpu,
+        reason="embedding_on_host: the table is in host RAM already, the device is the CPU",
+        instead="embedding_on_host: false",
         evidence="a copy from host RAM to host RAM frees nothing",
         reach=Reach.PLANNER,
     ),

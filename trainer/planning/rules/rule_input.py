@@ -42,6 +42,7 @@ class RuleInput(Value, frozen=True, kw_only=True):
     fp8_recipe: Fp8Recipe | None = None
     shard_group: int | None = None
     reduce_every_micro_batch: bool = False
+    embedding_on_host: bool = False
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     router_aux_loss: float | None = None

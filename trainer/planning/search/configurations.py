@@ -201,6 +201,22 @@ def reductions(context: PlanningContext, strategy: Strategy) -> tuple[bool, ...]
     return (False, True) if can_choose else (False,)
 
 
+def embeddings_on_host(context: PlanningContext, strategy: Strategy) -> tuple[bool, ...]:
+    """The table of input embeddings is on the device, or if nothing trains it and no head shares it in host RAM.
+
+    On one GPU that holds the model itself, and where `allow` has it. Not of a model whose code is not transformers':
+    the table may be read past its forward.
+    """
+    pinned = context.job.pin.embedding_on_host
+    if pinned is not None:
+        return (pinned,)
+    is_own_code = context.job.model.trust_remote_code or Hook.BUILD_MODEL in context.hooks
+    is_allowed = Allowance.OFFLOAD_CPU in context.job.allow and context.host_ram_bytes is not None
+    is_alone = strategy.sharding.facts.is_one_rank and not context.is_cpu and not is_own_code
+    can_move = is_alone and context.method.freezes_base and not context.shape.is_tied
+    return (False, True) if is_allowed and can_move else (False,)
+
+
 def reduces_in_bf16(context: PlanningContext, strategy: Strategy) -> bool:
     """True if FSDP2 adds gradients up over the ranks in bf16: half the traffic, and the job allows it.
 
@@ -355,6 +371,7 @@ def first_configuration(
         shard_group=shard_groups(context, strategy)[0],
         reduce_every_micro_batch=reductions(context, strategy)[0],
         bf16_reduction=reduces_in_bf16(context, strategy),
+        embedding_on_host=embeddings_on_host(context, strategy)[0],
         compile=compiles(context, fp8_recipe)[0],
         fused_kernels=bool(context.job.pin.fused_kernels),
         activation_offload=activation_offloads(context, checkpointing)[0],
@@ -392,7 +409,7 @@ class Bounded(NamedTuple):
 # What a start sets besides its slice of logits, without the loss head and with it.
 _BUT_LOSS = (
     "checkpointing", "activation_offload", "compile", "optimizer_in_backward", "shard_group", "fused_kernels",
-    "reduce_every_micro_batch",
+    "reduce_every_micro_batch", "embedding_on_host",
 )  # fmt: skip
 _WITHOUT_LOSS, _KIND = attrgetter(*_BUT_LOSS), attrgetter(*_BUT_LOSS, "loss")
 
@@ -432,7 +449,12 @@ def _possible_starts(context: PlanningContext, strategy: Strategy) -> list[Confi
     possible: dict[object, bool] = {}
     starts = []
     for start in starts_of(context, strategy):
-        state = start.optimizer_in_backward, start.shard_group, start.reduce_every_micro_batch
+        state = (
+            start.optimizer_in_backward,
+            start.shard_group,
+            start.reduce_every_micro_batch,
+            start.embedding_on_host,
+        )
         if state not in possible:
             possible[state] = not never_fits(context, start)
         if possible[state]:
@@ -443,8 +465,9 @@ def _possible_starts(context: PlanningContext, strategy: Strategy) -> list[Confi
 def strategy_need(context: PlanningContext, strategy: Strategy) -> int:
     """A lower bound of what any configuration of a strategy needs: that of the largest group, without activations."""
     first = first_start(context, strategy)
+    least = replace(first, embedding_on_host=embeddings_on_host(context, strategy)[-1])
     return min(
-        least_step_need(context, replace(first, optimizer_in_backward=inside))
+        least_step_need(context, replace(least, optimizer_in_backward=inside))
         for inside in optimizers_in_backward(context, first)
     )
 
@@ -552,10 +575,11 @@ def by_accumulation(
 def fitting(context: PlanningContext, configurations: Sequence[Configuration]) -> Sequence[Configuration]:
     """The configurations that fit the device, in ascending order of micro batch and need.
 
-    Activations that move must fit the host as well.
+    Activations that move must fit the host as well, and embeddings that stay there.
     """
     found = configurations[: _num_within(configurations, context.device.usable_bytes, partial(predicted_need, context))]
-    while found and found[-1].activation_offload and exceeds_host(context, found[-1]):
+    uses_host = bool(found) and (found[0].activation_offload or found[0].embedding_on_host)
+    while uses_host and found and exceeds_host(context, found[-1]):
         found = found[:-1]
     return found
 
@@ -602,10 +626,11 @@ def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configur
         in_backward,
         _possible_groups(context, first, in_backward),
         reductions(context, strategy),
+        embeddings_on_host(context, strategy),
     )
     every = {kind: every_n(context, kind) for kind in kinds}
     offloads_of = {kind: activation_offloads(context, kind) for kind in kinds}
-    for checkpointing, (loss, tokens), is_compiled, offloads, is_inside, group, reduces in settings:
+    for checkpointing, (loss, tokens), is_compiled, offloads, is_inside, group, reduces, on_host in settings:
         if offloads not in offloads_of[checkpointing]:
             continue
         if is_inside and reduces and len(reductions(context, strategy)) > 1:
@@ -622,6 +647,7 @@ def starts_of(context: PlanningContext, strategy: Strategy) -> Iterator[Configur
             optimizer_in_backward=is_inside,
             shard_group=group,
             reduce_every_micro_batch=reduces,
+            embedding_on_host=on_host,
         )
 
 

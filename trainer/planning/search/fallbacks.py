@@ -1,8 +1,9 @@
 """Fallbacks after an out of memory, and the smallest change with which one strategy would fit.
 
 Fallbacks have the same global batch and each a lower predicted peak. They are ordered by cost: half the micro batch and
-twice the accumulation, recomputation, smaller slices of logits, smaller buffers, larger groups of hybrid sharding, a
-rank's whole share at once if accumulated gradients need more than activations, and last another place for the state.
+twice the accumulation, embeddings in host RAM, recomputation, smaller slices of logits, smaller buffers, larger groups
+of hybrid sharding, a rank's whole share at once if accumulated gradients need more than activations, and last another
+place for the state.
 
 Remedies are ordered by their cost to the user: shorter sequences (down to a quarter), more of the same devices, and a
 larger device, whose size is named.
@@ -32,6 +33,7 @@ from shardwise.trainer.planning.schedule import shares_rate
 from shardwise.trainer.planning.search.configurations import (
     MIN_CHUNK_TOKENS,
     can_fit,
+    embeddings_on_host,
     least_need,
     reductions,
     shard_groups,
@@ -104,6 +106,7 @@ def _smaller_configurations(context: PlanningContext, configuration: Configurati
         yield with_micro_batch(context, configuration, micro_batch)
         yield with_micro_batch(context, reduced, micro_batch)
     yield reduced
+    yield replace(configuration, embedding_on_host=embeddings_on_host(context, configuration.strategy)[-1])
     if configuration.checkpointing in (Checkpointing.NONE, Checkpointing.SELECTIVE) and pin.checkpointing is None:
         yield replace(configuration, checkpointing=Checkpointing.FULL)
     if configuration.loss is LossHead.EAGER and pin.loss is None and LossHead.CHUNKED in context.shape.loss_heads:

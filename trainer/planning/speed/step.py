@@ -29,7 +29,7 @@ with each micro batch under every engine: a value of `memory.reference_trainers`
 Offload (DeepSpeed and FSDP alike): gradients of a shard to the host after each micro batch, the CPU's update (7
 accesses a parameter to weight, moments and gradient, and no faster than its cores in fp32), new 16-bit weights back;
 parameters on the host cross PCIe for each forward and backward; NVMe holds 12 bytes a parameter, read and written once
-a step. Copies are pinned.
+a step. Copies are pinned. Of embeddings in host RAM a core gathers the rows of a micro batch, which then cross PCIe.
 
 One micro batch on the device and on the host that feeds it: T tokens with padding, i x o a linear layer, r the share of
 a block that is recomputed, w = 1 if base weights are trained, s the length of a row, R, A and M the rates of products,
@@ -61,6 +61,7 @@ from shardwise.trainer.planning.memory.precision_policy import (
 )
 from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
 from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
+from shardwise.trainer.planning.memory.states import looked_up_bytes
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import Rates, rates_of, saved_by_fp8, speed_notes
 from shardwise.trainer.planning.speed.work import (
@@ -129,11 +130,12 @@ def _parts(shape: ModelShape, configuration: Configuration, device: Device) -> d
     exposed = micro - computing
     on_wire = exposed * wire / (wire + moved) if wire + moved else 0.0
     waits = activation_waits(shape, configuration, device, micro, moved) if configuration.activation_offload else 0.0
+    looked_up = lookup_seconds(shape, configuration, device) if configuration.embedding_on_host else 0.0
     return {
         "compute_s": accumulation * busy,
         "host_s": accumulation * (computing - busy),
         "communication_s": accumulation * on_wire + both(computing, moves.wire_step) - computing,
-        "offload_s": accumulation * (exposed - on_wire + waits) + moves.offload_step,
+        "offload_s": accumulation * (exposed - on_wire + waits) + moves.offload_step + looked_up,
         "optimizer_s": moves.update,
         "overhead_s": constants.CPU_STEP_S if is_cpu else _step_overhead(configuration),
     }
@@ -155,6 +157,7 @@ def _step_overhead(configuration: Configuration) -> float:
     buckets=None,
     shard_group=None,
     reduce_every_micro_batch=False,
+    embedding_on_host=False,
     galore=GaloreJob(),
 )
 def computing_seconds(configuration: Configuration, shape: ModelShape, device: Device) -> tuple[float, float]:
@@ -189,6 +192,7 @@ class StateSeconds(Value, frozen=True, kw_only=True):
     compile=False,
     fused_kernels=False,
     activation_offload=False,
+    embedding_on_host=False,
     buckets=None,
 )
 def state_seconds(configuration: Configuration, shape: ModelShape, device: Device) -> StateSeconds:
@@ -360,6 +364,19 @@ def activation_waits(
     moved = blocks.offloaded / rates_of(configuration, device).pcie
     forward = micro_s * _forward_share(configuration)
     return max(0.0, moved - forward) + max(0.0, moved + moved_s / 2 - (micro_s - forward))
+
+
+def lookup_seconds(shape: ModelShape, configuration: Configuration, device: Device) -> float:
+    """Seconds of a step that the device waits for rows of embeddings in host RAM.
+
+    A core reads each row and writes it to pinned memory; then it is copied between two kernels of the device. The host
+    may be ahead of the device meanwhile, which is not counted. The ids are in host RAM where the loader made them, so
+    that no forward waits for them.
+    """
+    dims = dims_for(shape, configuration)
+    rows = looked_up_bytes(configuration, policy_of(configuration, device, dims), dims)
+    num_forwards = configuration.accumulation * (2 if configuration.runs_reference else 1)
+    return num_forwards * (2 * rows / constants.CORE_ADAM_BYTES_PER_S + rows / rates_of(configuration, device).pcie)
 
 
 def _forward_share(configuration: Configuration) -> float:

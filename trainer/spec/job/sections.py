@@ -378,6 +378,13 @@ class Pin(Value, frozen=True, kw_only=True):
             none="auto",
         ),
     ] = None
+    embedding_on_host: Annotated[
+        bool | None,
+        Setting(
+            "On one GPU, the input embeddings of a frozen base stay in host RAM, where rows are looked up.",
+            none="auto",
+        ),
+    ] = None
     offload: Annotated[Offload | None, Setting("State that is held in host RAM or on NVMe.", none="auto")] = None
     optimizer: Annotated[Optimizer | None, Setting("The update rule and its implementation.", none="auto")] = None
     precision: Annotated[

@@ -204,6 +204,7 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     shard_group: int | None = None  # ranks that share one copy of the state under hsdp; None: those of a node
     reduce_every_micro_batch: bool = False
     bf16_reduction: bool = False
+    embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM
     precision: Precision = Precision.BF16_MIXED
     optimizer: Optimizer = Optimizer.ADAMW
     micro_batch: int = 1  # examples
