@@ -38,6 +38,7 @@ def configuration_of(request: SimulationRequest) -> Configuration:
         attention=request.attention, loss=request.loss, loss_chunk_tokens=request.loss_chunk_tokens,
         activation_offload=request.activation_offload, lora=request.lora, quant=request.quant,
         reduce_every_micro_batch=request.reduce_every_micro_batch, bf16_reduction=request.bf16_reduction,
+        embedding_on_host=request.embedding_on_host,
         policy=PolicyChoices(rows_per_example=request.rows_per_example, document_tokens=request.document_tokens),
     )  # fmt: skip
     return chosen

@@ -25,6 +25,7 @@ from transformers.initialization import no_init_weights
 
 from shardwise.trainer.runtime import engines, loss
 from shardwise.trainer.runtime.engines.engine import EngineChoice
+from shardwise.trainer.runtime.memory.host_embedding import OnHost
 from shardwise.trainer.runtime.models.build import Installed, make_trainable, model_from_config
 from shardwise.trainer.runtime.models.configs import faults_of_config, refuse_padding
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type
@@ -65,6 +66,7 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
             request.loss,
             loss_chunk_tokens=request.loss_chunk_tokens,
             activation_offload=request.activation_offload,
+            embedding_on_host=request.embedding_on_host,
         )
     return model, installed
 
@@ -90,10 +92,14 @@ def base_on_meta(
 
 
 def materialise(model: nn.Module, device: str, *, buffers_on: str | None = None) -> None:
-    """Gives parameters and buffers tensors on `device`; what is shared stays shared. Under a fake tensor mode."""
+    """Gives parameters and buffers tensors on `device`; what is shared stays shared. Under a fake tensor mode.
+
+    Those of modules that stay in host RAM get them there.
+    """
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for tensors, place in ((module._parameters, device), (module._buffers, buffers_on or device)):
+        home = "cpu" if isinstance(module, OnHost) else device
+        for tensors, place in ((module._parameters, home), (module._buffers, buffers_on or home)):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if id(tensor) not in made:

@@ -24,6 +24,7 @@ from shardwise.trainer.runtime.attention.choice import attention_facts, attentio
 from shardwise.trainer.runtime.engines import engine_of, running_engine
 from shardwise.trainer.runtime.engines.engine import EngineChoice, Row
 from shardwise.trainer.runtime.memory.compilation import fused_modules
+from shardwise.trainer.runtime.memory.host_embedding import is_on_host
 from shardwise.trainer.runtime.models.build import Installed, plain_model
 from shardwise.trainer.runtime.models.methods import method_facts, num_elements
 from shardwise.trainer.runtime.optimizers import (
@@ -249,6 +250,7 @@ def _method_rows(plain: PreTrainedModel, chosen: Candidate) -> Iterator[Row]:
 def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candidate) -> Iterator[Row]:
     recomputes = chosen.checkpointing is not Checkpointing.NONE
     yield "blocks are recomputed", recomputes, bool(installed.recomputations)
+    yield "embedding table in host RAM", chosen.embedding_on_host, is_on_host(plain)
     yield "activation offload", chosen.activation_offload, installed.offload is not None
     compiled = any(module._compiled_call_impl is not None for module in plain.modules())
     compilation = installed.compilation

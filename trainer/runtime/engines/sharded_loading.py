@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from shardwise.trainer.runtime.memory.host_embedding import tensors_on_host
 from shardwise.trainer.runtime.models.meta_model import MetaModel, Readable, Values, Whole, is_placeholder
 from shardwise.trainer.runtime.models.methods import ADAPTER
 from shardwise.trainer.runtime.run.types import compute_type
@@ -48,8 +49,9 @@ def loads_by_tensor(plan: Plan) -> bool:
 
 
 def load_onto(device: torch.device, meta_model: MetaModel) -> None:
-    """Gives every parameter its memory on the device, and fills one after the other."""
+    """Gives every parameter its memory on the device, or in host RAM if it stays there, and fills one after another."""
     model, wanted = meta_model.model, dict(meta_model.wanted)
+    on_host = tensors_on_host(model)
     parameters = dict(model.named_parameters())
     paths = {parameter: path for path, parameter in parameters.items()}
     ready = {path: parameter.detach() for path, parameter in parameters.items() if not is_placeholder(parameter)}
@@ -62,7 +64,8 @@ def load_onto(device: torch.device, meta_model: MetaModel) -> None:
             if path in lengths.of:
                 values = Whole(values.whole().to(tensor.dtype))
                 parameters[lengths.of[path]].data.copy_(lengths.of_weight(path, values.tensor, ready))
-            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(values.whole())
+            home = torch.device("cpu") if tensor in on_host else device
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=home).copy_(values.whole())
         elif tensor is not None:
             tensor.copy_(values.whole())
 

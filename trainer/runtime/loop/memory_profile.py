@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.trainer.runtime.engines import running_engine
+from shardwise.trainer.runtime.memory.host_embedding import tensors_on_host
 from shardwise.trainer.runtime.optimizers import projectors, unwrapped
 from shardwise.trainer.runtime.run.clock import Clock, Span
 from shardwise.trainer.spec import codec
@@ -128,7 +129,7 @@ class MemoryProfile:
         """Measures the block, which has to be one whole optimizer step, by the phases that `clock` records."""
         clock = clock or Clock(self._device)
         num_spans = len(clock.spans)
-        held = held_bytes(self._model, self._optimizer)
+        held = held_bytes(self._model, self._optimizer, self._device)
         arrivals: list[tuple[int, int]] = []
         with _noting_gradients(self._model, arrivals):
             if self._device.type == "cuda":
@@ -176,10 +177,14 @@ class MemoryProfile:
         return parts
 
 
-def held_bytes(model: nn.Module, optimizer: Any) -> dict[str, int]:  # noqa: ANN401  # Accelerate's wrapper
-    """Bytes held between steps by part; DDP's gradients and ZeRO-3's stay allocated, GaLore's projectors are state."""
+def held_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:  # noqa: ANN401  # Accelerate's wrapper
+    """Bytes held between steps by part; DDP's gradients and ZeRO-3's stay allocated, GaLore's projectors are state.
+
+    A table of embeddings in host RAM is not held by a GPU.
+    """
     shards = [p.ds_tensor for p in model.parameters() if hasattr(p, "ds_tensor")]  # ZeRO-3 stores them separately
-    weights = [*model.parameters(), *model.buffers(), *shards]
+    elsewhere = tensors_on_host(model) if device.type == "cuda" else set()
+    weights = [each for each in (*model.parameters(), *model.buffers(), *shards) if each not in elsewhere]
     inner = unwrapped(optimizer)
     states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
     states += [matrix for state in inner.state.values() for matrix in projectors(state)]

@@ -164,7 +164,8 @@ def prompt_of(rows: TokenRows) -> list[int]:
 def continue_prompt(model: nn.Module, prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """The text that the model puts after the prompt."""
     assert isinstance(model, PreTrainedModel)
-    ids = torch.tensor([prompt], device=next(model.parameters()).device)
+    head = model.get_output_embeddings()  # the input embeddings may stay in host RAM
+    ids = torch.tensor([prompt], device=next(head.parameters()).device)
     was_training = model.training
     model.eval()
     try:

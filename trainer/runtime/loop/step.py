@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loss import LossOutput
+from shardwise.trainer.runtime.memory.host_embedding import ids_on_host
+from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.models.router_loss import RouterLoss, row_mask
 from shardwise.trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
 from shardwise.trainer.runtime.precision.mixed_precision import LossScaler, check_scale
@@ -243,7 +245,9 @@ def forward(
         extra["document_bounds"] = micro_batch.document_bounds
     if micro_batch.row_lengths:
         extra["row_lengths"] = micro_batch.row_lengths
-    found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **extra)
+    sent = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+    with ids_on_host(plain_model(model), micro_batch.input_ids, sent["input_ids"]):
+        found = model(**sent, **extra)
     assert isinstance(found, Tensor) and found.ndim == _DIMENSIONS.get(output, 1)
     return found
 

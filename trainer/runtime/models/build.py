@@ -25,6 +25,7 @@ from shardwise.trainer.runtime.attention.choice import attention_name, check_att
 from shardwise.trainer.runtime.loss import LossForward, install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
 from shardwise.trainer.runtime.memory.compilation import Compilation, FusedKernels, compile_blocks, fuse_kernels
+from shardwise.trainer.runtime.memory.host_embedding import embedding_facts, keep_embedding_on_host
 from shardwise.trainer.runtime.memory.recomputation import (
     Recomputation,
     apply_checkpointing,
@@ -83,6 +84,7 @@ class Installed:
         is_compiled = self.compilation is not None
         facts = recomputation_facts(self.recomputations, num_blocks=len(blocks_of(model)), is_compiled=is_compiled)
         facts |= {} if self.offload is None else self.offload.facts()
+        facts |= embedding_facts(plain_model(model))
         facts |= {} if self.compilation is None else self.compilation.facts(model)
         return facts | ({} if self.fused is None else self.fused.facts(model))
 
@@ -137,6 +139,7 @@ def _complete(model: PreTrainedModel, plan: Plan) -> Installed:
         loss_chunk_tokens=chosen.loss_chunk_tokens,
         every_n=chosen.checkpoint_every_n,
         activation_offload=chosen.activation_offload,
+        embedding_on_host=chosen.embedding_on_host,
         is_loss_pinned=plan.job.pin.loss is not None,
     )
     if chosen.fused_kernels:
@@ -166,10 +169,13 @@ def make_trainable(
     loss_chunk_tokens: int | None,
     every_n: int | None = None,
     activation_offload: bool = False,
+    embedding_on_host: bool = False,
     is_loss_pinned: bool = True,
 ) -> Installed:
     """Installs checkpointing and the loss head on a model that was built or loaded, and chooses attention's kernels."""
     choose_attention_kernels()
+    if embedding_on_host:
+        keep_embedding_on_host(model)
     model.config.use_cache = False
     recomputations = apply_checkpointing(model, checkpointing, every_n=every_n)
     loss_forward = install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens, is_pinned=is_loss_pinned)

@@ -381,7 +381,8 @@ def fill(meta_model: MetaModel, device: torch.device) -> PreTrainedModel:
             layer = meta_model.packed[name]
             layer.weight = values.packed(layer, meta_model.packing)
         elif isinstance(tensor, nn.Parameter):
-            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(values.whole())
+            home = device if meta_model.packing is None else meta_model.packing.home_of(tensor, model)
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=home).copy_(values.whole())
         elif tensor is not None:
             tensor.copy_(values.whole())
 

@@ -48,6 +48,12 @@ class Packing(NamedTuple):
     storage: torch.dtype
     works_on: torch.device  # where a tensor is quantised
     lives_on: torch.device  # where it is until the engine moves it
+    table_on_host: bool = False  # the input embeddings stay in host RAM
+
+    def home_of(self, tensor: Tensor, model: PreTrainedModel) -> torch.device:
+        """The device of a tensor of the model that stays in 16 bit."""
+        is_table = self.table_on_host and tensor is model.get_input_embeddings().weight
+        return torch.device("cpu") if is_table else self.lives_on
 
 
 def packing_of(plan: Plan) -> Packing:
@@ -65,6 +71,7 @@ def packing_of(plan: Plan) -> Packing:
         storage=storage_type(strategy.precision) if is_sharded else torch.uint8,
         works_on=works_on,
         lives_on=cpu if is_sharded else works_on,
+        table_on_host=plan.chosen.embedding_on_host,
     )
 
 
@@ -121,7 +128,7 @@ def _quantise_within(part: nn.Module, model: PreTrainedModel, packing: Packing) 
                 setattr(module, name, quantised(child, packing))
     for parameter in part.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
-            parameter.data = parameter.data.to(device=packing.lives_on, dtype=packing.compute)
+            parameter.data = parameter.data.to(device=packing.home_of(parameter, model), dtype=packing.compute)
 
 
 def quantised(layer: nn.Module, packing: Packing) -> nn.Module:

@@ -97,7 +97,7 @@ class GradientCheck:
         return [_problem(off, step=step)] if off else []
 
     def _reduced(self, divisor: float) -> list[Reduced]:
-        device = next(plain_model(self._model).parameters()).device
+        device = next(each for each in plain_model(self._model).parameters() if each.requires_grad).device
         device = next((each.total.device for each in self._locals if each.total is not None), device)
         parts = []
         for local in self._locals:
