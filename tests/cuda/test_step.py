@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from architecture_factory import TINY
 from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
 from msgspec.structs import replace
 
@@ -20,7 +21,9 @@ from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Pre
 pytestmark = needs_no_cuda
 WORKER = Path(__file__).parents[1] / "distributed" / "engine_worker.py"
 IDLE = 0.4  # share of the time, that the profiler of the device records
+EXACT = 1e-6  # of a loss and of adapters, where the same products are made of the same rows
 TOLERANCE = 1e-5  # of a loss around 5: sums are made in another order by document
+ON_HOST = "-table-on-host"
 LORA = {"method": Method.LORA, "train": {"lora": LoraJob(rank=4)}}
 OPTIMIZERS = [optimizer for optimizer in Optimizer if optimizer is not Optimizer.DEEPSPEED_CPU_ADAM]
 QUICK = {  # one of each place and form of state; the others are long
@@ -46,6 +49,13 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo-lora": LORA,
     "sampled": {"num_steps": 12},
 }
+UNTIED = {"vocab_size": 256, "tie_word_embeddings": False}
+CASES |= {
+    f"lora-{name}": {**LORA, "num_steps": 2, "model_config": {**TINY[name], **UNTIED}}
+    for name in ("gemma3_text", "gpt2")  # one scales the rows it looks up, one looks up a view of the ids
+}
+TABLES = ("lora", "qlora", "packed-lora", "dpo-lora", "lora-gemma3_text", "lora-gpt2")  # which may stay in host RAM
+CASES |= {f"{name}{ON_HOST}": {**CASES[name], "embedding_on_host": True} for name in TABLES}
 LONG = (pytest.mark.long, pytest.mark.products)
 PARAMETERS = [pytest.param(name, marks=LONG if name in {*OPTIMIZERS} - QUICK else ()) for name in CASES]
 BY_DEVICE = {"neftune"}  # noise is drawn by the device's own generator
@@ -80,6 +90,7 @@ def runs(tmp_path_factory, request) -> dict[tuple[str, DeviceKind], Path]:
     on_card["PYTHONPATH"] = os.pathsep.join([on_card["PYTHONPATH"], root])
     items = [item for item in request.session.items if item.path == request.path]
     names = dict.fromkeys(item.callspec.params["name"] for item in items if hasattr(item, "callspec"))
+    names |= dict.fromkeys(name.removesuffix(ON_HOST) for name in names)
     found: dict[tuple[str, DeviceKind], Path] = {}
     for kind, environment in ((DeviceKind.CPU, plain), (DeviceKind.CUDA, {**plain, **on_card})):
         places = {name: folder / kind.value / name for name in names}
@@ -101,6 +112,23 @@ def test_a_step_on_the_device_learns_what_it_learns_on_a_cpu(runs, name: str):
     assert len(card) == CASES[name].get("num_steps", 3)
     tolerance = 0.05 if "bf16" in name or name in BY_DEVICE else TOLERANCE
     assert card == pytest.approx(host, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", [f"{name}{ON_HOST}" for name in TABLES])
+def test_a_table_in_host_ram_gives_the_losses_and_adapters_of_one_on_the_device(runs, name: str):
+    """Ids come from the loader, so that no forward of a step waits; the check of packed documents has none of them."""
+    from attempt_runs import engaged_of, losses_of
+    from safetensors.numpy import load_file
+
+    ours, theirs = (runs[each, DeviceKind.CUDA] for each in (name, name.removesuffix(ON_HOST)))
+    assert losses_of(ours) == pytest.approx(losses_of(theirs), abs=EXACT)
+    learned, expected = (load_file(run / "export" / "adapter_model.safetensors") for run in (ours, theirs))
+    assert learned.keys() == expected.keys()
+    for key, adapter in expected.items():
+        assert learned[key] == pytest.approx(adapter, abs=EXACT), key
+    fact = engaged_of(ours).facts["embedding table"]
+    assert "KiB in host RAM; lookups: " in fact and ("waited" in fact) is name.startswith("packed")
+    assert "embedding table" not in engaged_of(theirs).facts
 
 
 @pytest.mark.parametrize("name", ["sampled", "accumulated"])

@@ -150,6 +150,6 @@ def embedding_facts(model: PreTrainedModel) -> dict[str, str]:
         return {}
     num_bytes = sum(each.numel() * each.element_size() for each in embedding.parameters())
     place = "host RAM" if is_on_host(model) else "no host RAM"
-    waits = embedding.lookups.num_waits
-    text = f"{format_bytes(num_bytes)} in {place}, {embedding.lookups.num_forwards} lookups"
-    return {"embedding table": text + (f", {waits} of which waited for the device" if waits else "")}
+    lookups = embedding.lookups
+    text = f"{format_bytes(num_bytes)} in {place}; lookups: {lookups.num_forwards}"
+    return {"embedding table": text + (f", {lookups.num_waits} waited for ids" if lookups.num_waits else "")}
