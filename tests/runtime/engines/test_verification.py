@@ -114,6 +114,7 @@ def difference(what: str, planned: object, found: object) -> str:
         ),
         ({"optimizer_in_backward": True}, "the optimizer runs in the backward pass", "True", "False"),
         ({"activation_offload": True}, "activation offload", "True", "False"),
+        ({"embedding_on_host": True}, "embedding table in host RAM", "True", "False"),
         ({"compile": True}, "compiled blocks", "True", "False"),
         ({"tf32": True}, "fp32 products in TF32", "True", "False"),
         ({"fused_kernels": True}, "fused kernels", "True", "False"),
@@ -141,6 +142,10 @@ def test_parameters_that_the_optimizer_forgot_or_does_not_decay_are_seen(change,
 
 
 def test_what_runs_beside_the_plan_is_seen():
+    with session(method=Method.LORA, embedding_on_host=True) as (model, optimizer, accelerator, installed, chosen):
+        planned = changed(chosen, {"embedding_on_host": False})
+        with pytest.raises(EnvironmentFaultError, match=difference("embedding table in host RAM", False, True)):
+            verify_engine(accelerator, model, optimizer, installed, planned)
     with session(method=Method.LORA) as (model, optimizer, accelerator, installed, chosen):
         model.get_input_embeddings().weight.requires_grad_(True)
         with pytest.raises(EnvironmentFaultError, match=difference("the base is frozen", True, False)):

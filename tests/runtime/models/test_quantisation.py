@@ -73,6 +73,16 @@ def test_a_weight_quantised_in_slices_is_bit_for_bit_what_bitsandbytes_makes_of_
     assert float((whole - weight).abs().mean() / weight.abs().mean()) < 0.12
 
 
+def test_a_table_that_stays_in_host_ram_never_goes_to_the_gpu():
+    model, elsewhere = build_model(plan_of()), torch.device("meta")
+    table, norm = model.get_input_embeddings().weight, next(iter(model.get_submodule("model.norm").parameters()))
+    assert isinstance(table, Tensor)
+    for is_on_host in (True, False):
+        place = packing()._replace(lives_on=elsewhere, table_on_host=is_on_host)
+        assert place.home_of(table, model) == (CPU if is_on_host else elsewhere)
+        assert place.home_of(norm, model) == elsewhere
+
+
 def test_what_cannot_be_packed_is_refused_with_what_to_take_instead():
     with pytest.raises(InputError, match=r"shape \(1, 2\) is no whole number of torch.bfloat16 when packed; FSDP2 "):
         pack(torch.randn(1, 2), Linear4bit(2, 1, bias=False), packing(storage=torch.bfloat16))

@@ -47,7 +47,7 @@ class Lookups:
         self._is_plain = is_plain  # the module looks up rows and does nothing else to them
         self.num_forwards = 0
         self.num_waits = 0  # for ids that were on the device alone
-        self.sent: tuple[Tensor, Tensor] | None = None  # ids in host RAM, and their copy on the device
+        self._sent: tuple[Tensor, Tensor, int] | None = None  # ids in host RAM, their copy on the device, its version
         self._copied: torch.cuda.Event | None = None
         self._buffers = PinnedBuffers(self._finish_copy)
 
@@ -58,7 +58,7 @@ class Lookups:
         if ids.device.type == "cpu":
             found: Tensor = look_up(ids)
             return found
-        table, on_host = embedding.weight, self._on_host(ids)
+        table, on_host = embedding.weight, self.ids_on_host(ids)
         assert isinstance(table, Tensor)
         self._finish_copy()
         buffer = self._buffers.take(ids.numel() * table.shape[1] * table.element_size())
@@ -72,12 +72,21 @@ class Lookups:
         self._buffers.give_back(buffer)
         return arrived
 
-    def _on_host(self, ids: Tensor) -> Tensor:
+    def send(self, on_host: Tensor, on_device: Tensor) -> None:
+        """Notes that ids in host RAM are those on the device, as long as nothing overwrites them."""
+        self._sent = on_host, on_device, on_device._version
+
+    def forget(self) -> None:
+        """Forgets the ids of `send`."""
+        self._sent = None
+
+    def ids_on_host(self, ids: Tensor) -> Tensor:
         """The ids in host RAM: those that were copied to the device, in the shape that the model gives them."""
-        if self.sent is not None:
-            on_host, on_device = self.sent
+        if self._sent is not None:
+            on_host, on_device, version = self._sent
             is_same = ids.untyped_storage()._cdata == on_device.untyped_storage()._cdata
-            if is_same and ids.numel() == on_device.numel() and ids.is_contiguous():
+            is_same = is_same and ids.numel() == on_device.numel() and on_device._version == version
+            if is_same and ids.is_contiguous():
                 return on_host.reshape(ids.shape)
         self.num_waits += 1
         return ids.cpu()
@@ -136,11 +145,11 @@ def ids_on_host(model: PreTrainedModel, on_host: Tensor, on_device: Tensor) -> I
     if embedding is None:
         yield
         return
-    embedding.lookups.sent = on_host, on_device
+    embedding.lookups.send(on_host, on_device)
     try:
         yield
     finally:
-        embedding.lookups.sent = None
+        embedding.lookups.forget()
 
 
 def embedding_facts(model: PreTrainedModel) -> dict[str, str]:
