@@ -120,6 +120,7 @@ class Published(NamedTuple):
             f"{chosen.micro_batch} x {chosen.accumulation}",
             f"recompute {chosen.checkpointing}",
             *(["activations in host RAM"] if chosen.activation_offload else []),
+            *(["embeddings in host RAM"] if chosen.embedding_on_host else []),
             *(["update in the backward"] if chosen.optimizer_in_backward else []),
             format_bytes(chosen.memory.peak_allocated_bytes),
         ]
@@ -206,6 +207,7 @@ def _choice(case: Case, *overrides: str) -> str:
     chosen = plan.chosen
     hours = run_hours(context_of(plan), chosen)
     moved = ", activations in host RAM" if chosen.activation_offload else ""
+    moved += ", embeddings in host RAM" if chosen.embedding_on_host else ""
     return (
         f"{chosen.method}, `{chosen.strategy.name}`, {chosen.micro_batch} x {chosen.accumulation}, recompute "
         f"{chosen.checkpointing}{moved}; {format_bytes(chosen.memory.need_bytes)}, {format_seconds(hours * 3600)}"

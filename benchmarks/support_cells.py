@@ -37,6 +37,7 @@ class Cell(NamedTuple):
     loss: LossHead = LossHead.CHUNKED
     compile: bool = False
     activation_offload: bool = False
+    embedding_on_host: bool = False
     optimizer_in_backward: bool = False
     fp8_recipe: Fp8Recipe | None = None
     gpu: str = "B200"
@@ -67,6 +68,7 @@ class Cell(NamedTuple):
             loss=self.loss,
             compile=self.compile,
             activation_offload=self.activation_offload,
+            embedding_on_host=self.embedding_on_host,
             optimizer_in_backward=self.optimizer_in_backward,
             fp8_recipe=self.fp8_recipe,
         )

@@ -113,6 +113,7 @@ _SETTINGS: list[tuple[str, dict[str, Any]]] = [
     *((f"loss `{member}`", {"loss": member}) for member in LossHead),
     ("`compile`", {"compile": True}),
     ("`activation_offload`", {"activation_offload": True}),
+    ("`embedding_on_host` with `lora`", {"embedding_on_host": True, "method": Method.LORA}),
     ("`optimizer_in_backward`", {"optimizer_in_backward": True}),
 ]
 _CARDS = (("8.9 (Ada)", "L40S"), ("9.0 (Hopper)", "H200"), ("10.0 (Blackwell)", "B200"))

@@ -78,6 +78,11 @@ PROOFS: tuple[Proof, ...] = (
         lambda cell: cell.offload is not Offload.NONE and cell.method is Method.FULL,
     ),
     Proof(
+        "table-on-host",
+        "tests/runtime/memory/test_host_embedding.py::test_gradients_are_those_of_a_table_on_the_device",
+        lambda cell: cell.embedding_on_host,
+    ),
+    Proof(
         "covering",
         "tests/distributed/test_covering.py::test_a_point_trains_like_the_plain_run_of_its_update",
         lambda _cell: True,

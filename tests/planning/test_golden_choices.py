@@ -36,8 +36,8 @@ def plans_are_made_once() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("case", "method", "shardings", "offload", "checkpointings"),
     [
-        # 5.3 GiB of NF4 weights on 7.75: they stream from host RAM, where the inputs of blocks go too.
-        (ONE_8_GB, Method.QLORA, {Sharding.FSDP}, Offload.OPTIMIZER_PARAMS, RECOMPUTES),
+        # 5.3 GiB of NF4 weights fit 7 once the table of 1 GiB stays in host RAM, where the inputs of blocks go too.
+        (ONE_8_GB, Method.QLORA, {Sharding.NONE}, Offload.NONE, RECOMPUTES),
         # 15 GiB of frozen weights fit each card; gathering them over PCIe in every pass would be pointless.
         (TWO_24_GB, Method.LORA, {Sharding.DDP}, Offload.NONE, set(Checkpointing)),
         # 120 GiB of state are shared by all cards, on the cards, and what is left holds the activations.

@@ -86,7 +86,7 @@ def test_the_closed_form_is_what_a_dry_run_allocates(row: GoldenRow) -> None:
     steady = found.steady_allocated_bytes - workspace
     assert steady == pytest.approx(answer.steady_allocated_bytes, rel=STEADY_TOLERANCE)
     assert found.events["load"] == pytest.approx(answer.events["load"], rel=TOLERANCE)
-    if row.request.activation_offload:
+    if row.request.activation_offload or row.request.embedding_on_host:
         num_ranks = min(row.request.num_ranks, row.request.ranks_per_node)
         assert found.pinned_bytes // num_ranks == pytest.approx(answer.pinned_host_bytes, rel=TOLERANCE)
 

@@ -191,6 +191,16 @@ RULE_INPUTS: list[tuple[str, RuleInput, RuleInput]] = [
      rule_input(PLAIN, checkpointing=Checkpointing.FULL, activation_offload=True)),
     ("activations_are_on_the_host", rule_input(PLAIN, "1xCPU", activation_offload=True),
      rule_input(PLAIN, activation_offload=True)),
+    ("embedding_on_host_is_frozen", rule_input(PLAIN, embedding_on_host=True),
+     rule_input(PLAIN, method=Method.LORA, embedding_on_host=True)),
+    ("embedding_on_host_is_no_head",
+     rule_input(PLAIN, method=Method.LORA, embedding_on_host=True, shape=shape_of("1b")),
+     rule_input(PLAIN, method=Method.QLORA, embedding_on_host=True)),
+    ("embedding_on_host_is_of_one_rank",
+     rule_input("ddp/bf16-mixed/adamw_fused", "2xRTX-4090", method=Method.LORA, embedding_on_host=True),
+     rule_input(PLAIN, method=Method.LORA, embedding_on_host=True)),
+    ("embedding_is_on_the_host", rule_input(PLAIN, "1xCPU", method=Method.LORA, embedding_on_host=True),
+     rule_input(PLAIN, method=Method.LORA, embedding_on_host=True)),
 ]  # fmt: skip
 INCOMPATIBILITIES: tuple[Incompatibility, ...] = (*LAYOUTS, *ROWS, *SETTINGS)
 

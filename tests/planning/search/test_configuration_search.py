@@ -76,6 +76,7 @@ def every_setting(context: PlanningContext, strategy: Strategy) -> list[Configur
         for offloads in search.activation_offloads(context, checkpointing)
         for group in search.shard_groups(context, strategy)
         for reduces in search.reductions(context, strategy)
+        for on_host in search.embeddings_on_host(context, strategy)
         for start in [
             replace(
                 first,
@@ -84,6 +85,7 @@ def every_setting(context: PlanningContext, strategy: Strategy) -> list[Configur
                 compile=compiled,
                 shard_group=group,
                 reduce_every_micro_batch=reduces,
+                embedding_on_host=on_host,
             )
         ]
         for micro_batch in search.micro_batches(context)
@@ -157,6 +159,18 @@ def test_nothing_that_fits_is_faster_than_what_is_taken(model, spec, row, data):
         if needs(context, configuration) <= context.device.usable_bytes and not exceeds_host(context, configuration)
     )
     assert key_of(context, replace(configuration_of(context, best_of(context, row)), buckets=None)) == least
+
+
+@pytest.mark.parametrize("usable_gib", [6.5, 7.0, 8.5, 11.0, 15.0, 20.0])
+def test_with_a_table_in_host_ram_too_nothing_that_fits_is_faster_than_what_is_taken(usable_gib: float) -> None:
+    """QLoRA of 8B: the table is there on the smaller cards, and a few rows of 1 GiB never leave a larger one."""
+    row = "none/bf16-mixed/adamw_fused"
+    context = with_usable("8b", "1xRTX-4080", int(usable_gib * GIB), method=Method.QLORA)
+    settings = every_setting(context, ROWS[row])
+    fitting = [each for each in settings if needs(context, each) <= context.device.usable_bytes]
+    taken = configuration_of(context, best_of(context, row))
+    assert key_of(context, taken) == min(key_of(context, each) for each in fitting)
+    assert taken.embedding_on_host is (usable_gib in (6.5, 7.0, 15.0))
 
 
 @pytest.mark.parametrize(
