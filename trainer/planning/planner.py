@@ -364,7 +364,7 @@ def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:
     """The allowed methods, the most faithful first."""
     if job.train.method is not None:
         return (job.train.method,)
-    needs_frozen = needs_every_row_first(job, data)
+    needs_frozen = needs_every_row_first(job, data) or bool(job.pin.embedding_on_host)
     return tuple(method for method in Method if method.freezes_base or not needs_frozen)
 
 
@@ -494,7 +494,8 @@ def check_pins(context: PlanningContext) -> None:
         return
     refusals = [refusal for row in rows if (refusal := refuse(context, row))]
     if len(refusals) == len(rows):
-        refusal = most_common(refusals)
+        of_settings = [refusal for refusal in refusals if refusal.rule in _OF_SETTINGS]
+        refusal = most_common(of_settings or refusals)
         instead = f"; use {refusal.instead}" if refusal.instead else ""
         if refusal.rule in _OF_SETTINGS:
             pinned_text = ", ".join(f"pin.{axis}: {member}" for axis, member in (pins | settings).items())

@@ -518,22 +518,22 @@ SETTINGS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="embedding_on_host_is_frozen",
         is_broken=lambda c: c.embedding_on_host and not c.method.freezes_base,
-        reason="embedding_on_host: method: {method} trains the table of embeddings, and updates it on the GPU",
+        reason="method: {method} trains the embeddings that embedding_on_host keeps in host RAM",
         instead="embedding_on_host: false, or method: lora or qlora",
         evidence="a gradient of the table would have as many rows as the batch has tokens, each step over PCIe",
     ),
     Incompatibility(
         name="embedding_on_host_is_no_head",
         is_broken=lambda c: c.embedding_on_host and c.shape.is_tied,
-        reason="embedding_on_host: the head of this {model_type} is the same table, and multiplies with it on the GPU",
+        reason="the head of this {model_type} multiplies with the table that embedding_on_host keeps in host RAM",
         instead="embedding_on_host: false",
         evidence="transformers, tie_word_embeddings: lm_head.weight is the parameter of the embedding",
     ),
     Incompatibility(
         name="embedding_on_host_is_of_one_rank",
         is_broken=lambda c: c.embedding_on_host and not c.strategy.sharding.facts.is_one_rank,
-        reason="embedding_on_host is of one GPU that holds the model itself, not of {sharding}",
-        instead="embedding_on_host: false, or none on one GPU (--gpus 0)",
+        reason="embedding_on_host is of one GPU that holds the model itself",
+        instead="embedding_on_host: false, or sharding: none on one GPU (--gpus 0)",
         evidence="DDP sends every parameter from the first rank to the others by NCCL; FSDP2 and ZeRO share tables out",
     ),
     Incompatibility(
