@@ -22,7 +22,10 @@ ONE, TWO, OLD = Machine(cards=(RTX_4060,)), Machine(cards=(RTX_4060,) * 2), Mach
 FSDP_OFFLOAD = {"sharding": "fsdp", "offload": "optimizer+params"}
 LORA, QLORA = ({"method": method, "lora": {"rank": 4}} for method in ("lora", "qlora"))
 DPO, PAIRS = {"objective": "dpo"}, {"train": "pairs.jsonl"}
-WIDE_CONFIG = {**TINY_CONFIG, "intermediate_size": 3200}  # bitsandbytes pages the state of 100,000 elements or more
+CONFIGS = {
+    "wide": {**TINY_CONFIG, "intermediate_size": 3200},  # bitsandbytes pages the state of 100,000 elements or more
+    "untied": {**TINY_CONFIG, "tie_word_embeddings": False},
+}
 ANY_UPDATE = ["offload_cpu", "optimizer_8bit", "optimizer_approx", "bf16_weights"]
 
 
@@ -111,8 +114,9 @@ def check(run: Launch, case: Case, *, num_steps: int = 2) -> None:
 def launch(tmp_path_factory) -> Callable[..., Launch]:
     """Runs the small job in one workplace, with DeepSpeed's operator, on a machine; `--resume` continues run `name`."""
     place = make_workplace(tmp_path_factory.mktemp("cuda") / "work place")  # with a space in every path
-    (place.folder / "wide").mkdir()
-    (place.folder / "wide" / "config.json").write_text(json.dumps(WIDE_CONFIG))
+    for name, config in CONFIGS.items():
+        (place.folder / name).mkdir()
+        (place.folder / name / "config.json").write_text(json.dumps(config))
     operators = folder_with_operators("cpu_adam").parent
     (place.folder / "cache").mkdir()
     (place.folder / "cache" / operators.name).symlink_to(operators)  # a machine builds it once
@@ -167,3 +171,22 @@ def test_a_run_goes_on_from_its_checkpoint(launch):
     resumed = launch("half", TWO, "--resume", **four)
     check(resumed, case, num_steps=4)
     assert resumed.report.resumed_from_step == 2 and losses(resumed.run_dir) == losses(whole.run_dir)
+
+
+@pytest.mark.long
+@pytest.mark.products
+@pytest.mark.parametrize("method", [LORA, QLORA], ids=["lora", "qlora"])
+def test_a_run_whose_embeddings_stay_in_host_ram_evaluates_samples_resumes_and_exports(launch, method: dict[str, Any]):
+    job, name = job_of(Case(ONE)), f"table-{method['method']}"
+    base = launch(f"untied-{name}", ONE, **{**job, "model": {"config": "untied"}})
+    weights = {"name": str(base.run_dir / "export"), "config": None, "tokenizer": None}
+    case = Case(ONE, {"embedding_on_host": True}, {**method, "schedule": "constant", "warmup": "0 steps"})
+    case = case._replace(seen={"embedding table": "20 KiB in host RAM; lookups: "})
+    adapted = {**job_of(case), "model": weights, "eval": {"every": "1 steps"}}
+    run = launch(name, ONE, **adapted)
+    check(run, case)
+    resumed = launch(name, ONE, "--resume", **{**adapted, "train": {**adapted["train"], "steps": 4}})
+    check(resumed, case, num_steps=4)
+    assert resumed.report.resumed_from_step == 2
+    base.place.run("export", str(run.run_dir), f"merged-{name}", "--merge")
+    assert (base.place.folder / f"merged-{name}" / "model.safetensors").is_file()

@@ -52,6 +52,7 @@ from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.loop.step import BalancedTokenLoss, Means, Objective, Sums, Terms, TokenLoss, forward
 from shardwise.trainer.runtime.loss import IGNORED, LossOutput
 from shardwise.trainer.runtime.memory.compilation import without_compilation
+from shardwise.trainer.runtime.memory.host_embedding import device_of_head
 from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.models.methods import adapters_off
 from shardwise.trainer.runtime.models.model_code import is_custom_code
@@ -164,12 +165,11 @@ def prompt_of(rows: TokenRows) -> list[int]:
 def continue_prompt(model: nn.Module, prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """The text that the model puts after the prompt."""
     assert isinstance(model, PreTrainedModel)
-    head = model.get_output_embeddings()  # the input embeddings may stay in host RAM
-    ids = torch.tensor([prompt], device=next(head.parameters()).device)
     was_training = model.training
     model.eval()
     try:
-        output = _generate(model, ids, tokenizer)
+        with device_of_head(model) as device:
+            output = _generate(model, torch.tensor([prompt], device=device), tokenizer)
     except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
         if not is_custom_code(model):
             raise

@@ -152,6 +152,24 @@ def ids_on_host(model: PreTrainedModel, on_host: Tensor, on_device: Tensor) -> I
         embedding.lookups.forget()
 
 
+@contextmanager
+def device_of_head(model: PreTrainedModel) -> Iterator[torch.device]:
+    """The device of the head, which for the block is transformers' `model.device` as well.
+
+    That is the device of the first parameter, as a rule of the embeddings, and `generate` moves its inputs there.
+    """
+    device, owner = next(model.get_output_embeddings().parameters()).device, cast("Any", type(model))
+    own = owner.__dict__.get("device")
+    owner.device = property(lambda _: device)
+    try:
+        yield device
+    finally:
+        if own is None:
+            del owner.device
+        else:
+            owner.device = own
+
+
 def embedding_facts(model: PreTrainedModel) -> dict[str, str]:
     """Text of the table in host RAM; empty if it is on the device."""
     embedding = embedding_on_host(model)
