@@ -34,6 +34,10 @@ def fsdp(num_ranks: int, **changes: Any) -> SimulationRequest:
     return replace(BASE, sharding=Sharding.FSDP, num_ranks=num_ranks, **changes)
 
 
+LLAMA_4 = {  # it moves its ids to the device of the table
+    **config(VOCAB, HIDDEN, FFN, 2, 8, 4, model_type="llama4_text"), "intermediate_size_mlp": FFN, "head_dim": 16,
+    "num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0,
+}  # fmt: skip
 REQUESTS = {
     "none": BASE,
     "bf16": replace(BASE, precision=BF16),
@@ -61,6 +65,13 @@ REQUESTS = {
     "rows gpt2": replace(BASE, micro_batch=4, model_config=GPT2),
     "packed": replace(BASE, document_tokens=128),
     "four layers": replace(BASE, model_config=FOUR_LAYERS),
+    **{
+        f"{name}{' table on host' * is_there}": replace(
+            BASE, method=Method.LORA, precision=BF16, model_config=fields, embedding_on_host=is_there
+        )
+        for name, fields in (("llama", LLAMA), ("llama4", LLAMA_4))
+        for is_there in (False, True)
+    },
     "offloaded": replace(BASE, model_config=FOUR_LAYERS, activation_offload=True),
     "offloaded full": replace(BASE, model_config=FOUR_LAYERS, activation_offload=True, checkpointing=FULL),
     "mixture": replace(BASE,
@@ -209,6 +220,14 @@ def test_activations_in_host_ram_are_there_and_not_on_the_device(results: dict[s
     assert plain.pinned_host_bytes == 0
     boundary = 4 * 2 * 512 * HIDDEN  # the input of a block in fp32
     assert results["offloaded full"].pinned_host_bytes == 3 * boundary
+
+
+@pytest.mark.parametrize("model", ["llama", "llama4"])
+def test_a_table_in_host_ram_is_not_on_the_device_and_the_rows_of_a_micro_batch_are_pinned(results, model: str) -> None:
+    plain, moved = results[model], results[f"{model} table on host"]
+    assert plain.steady_allocated_bytes - moved.steady_allocated_bytes == 2 * VOCAB * HIDDEN
+    assert plain.peak_allocated_bytes - moved.peak_allocated_bytes == 2 * VOCAB * HIDDEN
+    assert (plain.pinned_host_bytes, moved.pinned_host_bytes) == (0, 2 * 2 * 512 * HIDDEN)
 
 
 @pytest.mark.parametrize("method", ["", " lora"])

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from shardwise.trainer.runtime import engines, loss
 from shardwise.trainer.runtime.engines.engine import EngineChoice
-from shardwise.trainer.runtime.memory.host_embedding import OnHost
+from shardwise.trainer.runtime.memory.host_embedding import tensors_on_host
 from shardwise.trainer.runtime.models.build import Installed, make_trainable, model_from_config
 from shardwise.trainer.runtime.models.configs import faults_of_config, refuse_padding
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type
@@ -97,13 +97,13 @@ def materialise(model: nn.Module, device: str, *, buffers_on: str | None = None)
     Those of modules that stay in host RAM get them there.
     """
     made: dict[int, Tensor] = {}
+    on_host = tensors_on_host(model)
     for module in model.modules():
-        home = "cpu" if isinstance(module, OnHost) else device
-        for tensors, place in ((module._parameters, home), (module._buffers, buffers_on or home)):
+        for tensors, place in ((module._parameters, device), (module._buffers, buffers_on or device)):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        made[id(tensor)] = _like(tensor, place)
+                        made[id(tensor)] = _like(tensor, "cpu" if tensor in on_host else place)
                     tensors[name] = made[id(tensor)]  # type: ignore[assignment]  # a parameter for a parameter
 
 

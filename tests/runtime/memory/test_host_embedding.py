@@ -113,7 +113,7 @@ def test_a_class_of_its_own_computes_its_rows_itself(kind):
     ids=["as sent", "a view", "others", "a part", "transposed", "a copy", "overwritten"],
 )
 def test_the_ids_of_the_loader_stand_for_what_was_sent_and_for_nothing_else(ids_of, num_waits):
-    lookups, sent = Lookups(is_plain=True), IDS.clone()
+    lookups, sent = Lookups(nn.Linear(1, 1), is_plain=True), IDS.clone()
     lookups.send(IDS, sent)
     ids = ids_of(sent)
     found = lookups.ids_on_host(ids)

@@ -36,14 +36,15 @@ class OnHost(nn.Module):
         return self
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of `ids`, on their device."""
+        """The rows of `ids`, on the device of the head."""
         return self.lookups.rows(self, ids)
 
 
 class Lookups:
     """The lookups of one embedding, and what they move."""
 
-    def __init__(self, *, is_plain: bool) -> None:
+    def __init__(self, head: nn.Module, *, is_plain: bool) -> None:
+        self._head = head  # whose device the rows go to: some models move their ids to that of the table
         self._is_plain = is_plain  # the module looks up rows and does nothing else to them
         self.num_forwards = 0
         self.num_waits = 0  # for ids that were on the device alone
@@ -52,10 +53,10 @@ class Lookups:
         self._buffers = PinnedBuffers(self._finish_copy)
 
     def rows(self, embedding: OnHost, ids: Tensor) -> Tensor:
-        """The rows of `ids`, on their device."""
+        """The rows of `ids`, on the device of the head."""
         self.num_forwards += 1
-        look_up = super(OnHost, embedding).forward
-        if ids.device.type == "cpu":
+        look_up, device = super(OnHost, embedding).forward, next(self._head.parameters()).device
+        if device.type == "cpu":
             found: Tensor = look_up(ids)
             return found
         table, on_host = embedding.weight, self.ids_on_host(ids)
@@ -67,8 +68,8 @@ class Lookups:
             torch.index_select(table.detach(), 0, on_host.reshape(-1), out=rows.view(-1, table.shape[1]))
         else:
             rows.copy_(look_up(on_host))
-        arrived = rows.to(ids.device, non_blocking=True)
-        self._copied = torch.cuda.current_stream(ids.device).record_event()
+        arrived = rows.to(device, non_blocking=True)
+        self._copied = torch.cuda.current_stream(device).record_event()
         self._buffers.give_back(buffer)
         return arrived
 
@@ -82,6 +83,8 @@ class Lookups:
 
     def ids_on_host(self, ids: Tensor) -> Tensor:
         """The ids in host RAM: those that were copied to the device, in the shape that the model gives them."""
+        if ids.device.type == "cpu" and self._sent is None:
+            return ids
         if self._sent is not None:
             on_host, on_device, version = self._sent
             is_same = ids.untyped_storage()._cdata == on_device.untyped_storage()._cdata
@@ -103,9 +106,9 @@ def keep_embedding_on_host(model: PreTrainedModel) -> None:
     InputError if they are trained, are the head's too, or are no plain table.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
+    if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None or head is None:
         raise _refused(f"the input embeddings of {type(model).__name__} are no plain table")
-    if head is not None and getattr(head, "weight", None) is embedding.weight:
+    if getattr(head, "weight", None) is embedding.weight:
         raise _refused(f"the head of {type(model).__name__} is the same table")
     if embedding.weight.requires_grad:
         raise _refused("the table is trained")
@@ -113,7 +116,7 @@ def keep_embedding_on_host(model: PreTrainedModel) -> None:
         embedding.to("cpu")
     seam, is_plain = cast("Any", embedding), type(embedding).forward is nn.Embedding.forward
     seam.__class__ = type(f"{type(embedding).__name__}OnHost", (OnHost, type(embedding)), {})
-    seam.lookups = Lookups(is_plain=is_plain)
+    seam.lookups = Lookups(head, is_plain=is_plain)
 
 
 def _refused(why: str) -> InputError:
