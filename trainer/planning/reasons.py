@@ -275,8 +275,8 @@ def _why_sharding(context: PlanningContext, candidate: Candidate) -> str:
         return f"{text}; a step without it is predicted {best.speed.step_s / candidate.speed.step_s:.2f} times as long"
     least = min((least_need(context, row) for row in resident), key=lambda each: each.memory.need_bytes)
     need, usable = format_bytes(least.memory.need_bytes), format_bytes(context.device.usable_bytes)
-    moved = ", the embedding table in host RAM," if least.embedding_on_host else ""
-    return f"{text}; without it a step needs at least {need}{moved} and {usable} are usable"
+    also = ", even with the embedding table in host RAM" if least.embedding_on_host else ""
+    return f"{text}; without it a step needs at least {need}, {usable} are usable{also}"
 
 
 def _why_group(context: PlanningContext, candidate: Candidate) -> str:

@@ -137,8 +137,8 @@ def is_on_host(model: PreTrainedModel) -> bool:
 
 def tensors_on_host(model: nn.Module) -> set[Tensor]:
     """The tensors of modules that stay in host RAM."""
-    kept = (module for module in model.modules() if isinstance(module, OnHost))
-    return {tensor for module in kept for tensor in (*module.parameters(), *module.buffers())}
+    modules = (module for module in model.modules() if isinstance(module, OnHost))
+    return {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
 
 
 @contextmanager
