@@ -178,6 +178,15 @@ GPU_CASES: tuple[GpuCase, ...] = (
         seen=(("4-bit layers", r"nf4"), ("checkpointing", r"8 of 8 blocks")),
         train={"lora": LoraJob(rank=16)},
     ),
+    GpuCase(
+        "qlora-table-on-host",
+        {
+            "method": Method.QLORA, "optimizer": Optimizer.PAGED_ADAMW, "checkpointing": Checkpointing.FULL,
+            "embedding_on_host": True,
+        },
+        seen=(("4-bit layers", r"nf4"), ("embedding table", r"in host RAM; lookups: \d+$")),
+        train={"lora": LoraJob(rank=16)},
+    ),
     _galore(Optimizer.ADAMW),
     _galore(Optimizer.ADAMW_8BIT, EIGHT_BIT),
     _galore(Optimizer.ADAFACTOR),
@@ -205,6 +214,7 @@ SAVINGS = (
     ("checkpointing-selective", "bf16-mixed"), ("checkpointing-every_n", "bf16-mixed"),
     ("loss-fused_linear", "loss-eager"), ("loss-fused", "loss-eager"), ("optimizer-adamw_8bit", "bf16-mixed"),
     ("optimizer_in_backward", "few-tokens"), ("lora", "checkpointing-full"), ("qlora", "lora"),
+    ("qlora-table-on-host", "qlora"),
     ("galore-adamw", "few-tokens"), ("galore-adamw-layerwise", "galore-adamw"), ("zero2+optimizer", "bf16-mixed"),
     ("zero3+optimizer+params", "zero3+optimizer"), ("fsdp+optimizer+params", "bf16-mixed"),
 )  # fmt: skip

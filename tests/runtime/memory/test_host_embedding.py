@@ -105,12 +105,13 @@ def test_a_class_of_its_own_computes_its_rows_itself(kind):
         (lambda sent: sent, 0),
         (lambda sent: sent.view(-1), 0),
         (lambda sent: sent + 1, 1),
+        (lambda sent: sent[:1], 1),
         (lambda sent: sent[:, :2], 1),
         (lambda sent: sent.t(), 1),
         (lambda sent: sent.clone(), 1),
         (lambda sent: sent.fill_(4), 1),
     ],
-    ids=["as sent", "a view", "others", "a part", "transposed", "a copy", "overwritten"],
+    ids=["as sent", "a view", "others", "a row", "columns", "transposed", "a copy", "overwritten"],
 )
 def test_the_ids_of_the_loader_stand_for_what_was_sent_and_for_nothing_else(ids_of, num_waits):
     lookups, sent = Lookups(nn.Linear(1, 1), is_plain=True), IDS.clone()
