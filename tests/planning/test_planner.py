@@ -621,8 +621,8 @@ def test_a_day_is_a_wish_where_no_limit_is_stated() -> None:
     card = machine("1xRTX-4060-8GB", ram_bytes=32 * GIB)
 
     def plan(millions: int, hours: float | None) -> Plan:
-        tokens = millions * 10**6
-        job = job_of(seq_len=4096, tokens_per_step=131072, epochs=None, tokens=tokens, hours=hours)
+        tokens, on_card = millions * 10**6, {"embedding_on_host": False}
+        job = job_of(seq_len=4096, tokens_per_step=131072, epochs=None, tokens=tokens, hours=hours, pin=on_card)
         return plan_of("8b", card, job=job, data=data_of(seq_len=4096, num_eval_rows=0))
 
     day, week = plan(20, None), plan(200, None)

@@ -184,9 +184,11 @@ def start_up_share(context: PlanningContext, configuration: Configuration) -> fl
 
 # Relative errors of a predicted time, as far as they depend on the configuration: nine in ten published runs are within
 # those that were compared with any (docs/accuracy.md; tests/planning/test_accuracy.py has the rows of each).
-COMPARED_ERROR = 0.10  # FSDP2 and one GPU: 176 rows; torch.compile: 14
-# DeepSpeed's ZeRO, hybrid sharding, FSDP2 that reduces every micro batch, embeddings in host RAM: no row; activations
-# in host RAM: 4 rows of one program.
+# FSDP2 and one GPU: 176 rows; torch.compile: 14. Embeddings in host RAM: no row, but all else of their steps is
+# compared, and the lookups, a few percent, are counted as if nothing hid them.
+COMPARED_ERROR = 0.10
+# DeepSpeed's ZeRO, hybrid sharding, FSDP2 that reduces every micro batch: no row; activations in host RAM: 4 rows of
+# one program.
 UNCOMPARED_ERROR = 0.15
 HOST_STATE_ERROR = 0.30  # weights or optimizer in host RAM: 9 rows of one program, none of DeepSpeed's CPU Adam
 PAGING_ERROR = 1.00  # no row; the driver moves paged state as it is touched, a prediction assumes the rate of the link
@@ -204,8 +206,7 @@ def prediction_error(configuration: Configuration) -> float:
         return HOST_STATE_ERROR
     has_rows = not row.sharding.uses_deepspeed and not row.sharding.facts.shards_within_group
     is_reduced = configuration.reduce_every_micro_batch and configuration.accumulation > 1
-    uses_host = configuration.activation_offload or configuration.embedding_on_host
-    is_compared = has_rows and not uses_host and not is_reduced
+    is_compared = has_rows and not configuration.activation_offload and not is_reduced
     return COMPARED_ERROR if is_compared else UNCOMPARED_ERROR
 
 
@@ -246,6 +247,14 @@ FULL_CARD = (
 FULL_CARD_PRICE = 0.05  # of the time, that a configuration which fills the card so must gain
 
 
+def full_card_factor(configuration: Configuration) -> float:
+    """The price of a card that a configuration fills, as a factor of its time.
+
+    One that is full though its embeddings are in host RAM is as uncertain as weights there: the same price.
+    """
+    return (1 + FULL_CARD_PRICE) * (BOTH_ERRORS if configuration.embedding_on_host else 1)
+
+
 def roomy_need(context: PlanningContext, configuration: Configuration) -> float:
     """The most that a configuration may need without filling a GPU; its paged state is there as well."""
     if context.is_cpu:
@@ -255,7 +264,8 @@ def roomy_need(context: PlanningContext, configuration: Configuration) -> float:
 
 def priced(context: PlanningContext, configuration: Configuration, seconds: float, need_bytes: int) -> float:
     """The `compared_seconds` of a configuration with this need, with the price of a full card."""
-    return seconds if need_bytes <= roomy_need(context, configuration) else seconds * (1 + FULL_CARD_PRICE)
+    is_roomy = need_bytes <= roomy_need(context, configuration)
+    return seconds if is_roomy else seconds * full_card_factor(configuration)
 
 
 def _mean_width(context: PlanningContext, configuration: Configuration) -> float | None:

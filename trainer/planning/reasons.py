@@ -272,7 +272,9 @@ def _why_sharding(context: PlanningContext, candidate: Candidate) -> str:
     if not resident:
         return text
     if (best := best_of(context, resident)[0]) is not None:
-        return f"{text}; a step without it is predicted {best.speed.step_s / candidate.speed.step_s:.2f} times as long"
+        filled = f" and fills {_share_filled(best):.0%} of the card" if _fills(context, best) else ""
+        longer = best.speed.step_s / candidate.speed.step_s
+        return f"{text}; a step without it is predicted {longer:.2f} times as long{filled}"
     least = min((least_need(context, row) for row in resident), key=lambda each: each.memory.need_bytes)
     need, usable = format_bytes(least.memory.need_bytes), format_bytes(context.device.usable_bytes)
     also = ", even with the embedding table in host RAM" if least.embedding_on_host else ""

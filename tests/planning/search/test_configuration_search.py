@@ -163,14 +163,14 @@ def test_nothing_that_fits_is_faster_than_what_is_taken(model, spec, row, data):
 
 @pytest.mark.parametrize("usable_gib", [6.5, 7.0, 8.5, 11.0, 15.0, 20.0])
 def test_with_a_table_in_host_ram_too_nothing_that_fits_is_faster_than_what_is_taken(usable_gib: float) -> None:
-    """QLoRA of 8B: the table is there on the smaller cards, and a few rows of 1 GiB never leave a larger one."""
+    """QLoRA of 8B: the table is there on the smaller cards, where it makes room for rows, or spares moving others."""
     row = "none/bf16-mixed/adamw_fused"
     context = with_usable("8b", "1xRTX-4080", int(usable_gib * GIB), method=Method.QLORA)
     settings = every_setting(context, ROWS[row])
     fitting = [each for each in settings if needs(context, each) <= context.device.usable_bytes]
     taken = configuration_of(context, best_of(context, row))
     assert key_of(context, taken) == min(key_of(context, each) for each in fitting)
-    assert taken.embedding_on_host is (usable_gib in (6.5, 7.0, 15.0))
+    assert taken.embedding_on_host is (usable_gib < 10)
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,11 @@ def test_8b_in_4_bit_is_trained_on_8_gb_without_an_engine_that_streams_weights()
 
 
 def test_where_a_table_fits_it_stays_on_the_card():
-    """Its lookups cost time, and their prediction was compared with no measured run."""
+    """Its lookups cost time, which is counted as if nothing hid it: so the range of the prediction is no wider."""
     plan = plan_of("8b", "1xH100-SXM5-80GB", method=Method.LORA)
     assert not any(candidate.embedding_on_host for candidate in plan.candidates)
     context = context_of(plan)
-    errors = [prediction_error(each) for each in pair_of(context)]
-    assert errors == [0.10, 0.15]
+    assert [prediction_error(each) for each in pair_of(context)] == [0.10, 0.10]
 
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])

@@ -24,10 +24,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.candidates import (
-    FULL_CARD_PRICE,
     candidate_of,
     compared_seconds,
     exceeds_host,
+    full_card_factor,
     least_needy,
     least_step_need,
     need_floor,
@@ -540,7 +540,7 @@ def best_configuration(
             num_roomy = _num_roomy(context, found)
             for place in reversed(range(len(found))):
                 is_full = place >= num_roomy
-                key = key_of(found[place], bounded, 1 + FULL_CARD_PRICE if is_full else 1)
+                key = key_of(found[place], bounded, full_card_factor(found[place]) if is_full else 1)
                 if key < least:
                     least, best = key, found[place]
                 elif cuts and not is_full and key[0] > least[0]:
