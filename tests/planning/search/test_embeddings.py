@@ -7,7 +7,14 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, machine, plan_of
 
-from shardwise.trainer.planning.candidates import candidate_of, configuration_of, exceeds_host, prediction_error
+from shardwise.trainer.planning.candidates import (
+    BOTH_ERRORS,
+    candidate_of,
+    configuration_of,
+    exceeds_host,
+    prediction_error,
+    priced,
+)
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
@@ -140,6 +147,15 @@ def test_one_card_that_streams_weights_says_what_holding_them_would_need(method)
     assert (chosen.num_ranks, chosen.strategy.offload) == (1, Offload.OPTIMIZER_PARAMS)
     assert "; without it a step needs at least " in chosen.reasons[0]
     assert ("even with the embedding table in host RAM" in chosen.reasons[0]) is (method is Method.LORA)
+
+
+def test_a_card_that_is_full_without_its_table_too_has_the_price_of_weights_in_host_ram():
+    context = context_for("8b", SMALL, method=Method.QLORA)
+    device, host = pair_of(context)
+    full, roomy = 7 * GIB, 6 * GIB
+    assert priced(context, device, 1.0, full) == pytest.approx(1.05)
+    assert priced(context, host, 1.0, full) == pytest.approx(1.05 * BOTH_ERRORS)
+    assert priced(context, device, 1.0, roomy) == priced(context, host, 1.0, roomy) == 1.0
 
 
 def test_more_host_ram_never_makes_a_plan_with_the_table_there_slower():
