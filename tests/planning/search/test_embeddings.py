@@ -92,11 +92,12 @@ def test_a_reference_looks_its_rows_up_as_well():
         ("8b", "1xRTX-4090", {"method": Method.GALORE}),
         ("8b", "2xRTX-4090", {"method": Method.LORA}),
         ("8b", "1xCPU", {"method": Method.LORA}),
+        ("8b", "1xGB10", {"method": Method.LORA}),
         ("8b", "1xRTX-4090", {"method": Method.LORA, "allow": ()}),
         ("8b", machine("1xRTX-4090", ram_bytes=None), {"method": Method.LORA}),
         ("8b", "1xRTX-4090", {"method": Method.LORA, "pin": {"embedding_on_host": False}}),
     ],
-    ids=["tied", "trained", "galore", "two cards", "cpu", "not allowed", "unknown RAM", "pinned"],
+    ids=["tied", "trained", "galore", "two cards", "cpu", "one pool", "not allowed", "unknown RAM", "pinned"],
 )
 def test_elsewhere_it_is_not_offered(model, spec, facts):
     context = context_for(model, spec, **facts)

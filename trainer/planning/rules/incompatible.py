@@ -538,8 +538,8 @@ SETTINGS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="embedding_is_on_the_host",
-        is_broken=lambda c: c.embedding_on_host and c.is_cpu,
-        reason="embedding_on_host: the table is in host RAM already, the device is the CPU",
+        is_broken=lambda c: c.embedding_on_host and (c.is_cpu or c.device.shares_host_memory),
+        reason="embedding_on_host: the table is in host RAM already, which is the memory of the device",
         instead="embedding_on_host: false",
         evidence="a copy from host RAM to host RAM frees nothing",
         reach=Reach.PLANNER,

@@ -212,7 +212,8 @@ def embeddings_on_host(context: PlanningContext, strategy: Strategy) -> tuple[bo
         return (pinned,)
     is_own_code = context.job.model.trust_remote_code or Hook.BUILD_MODEL in context.hooks
     is_allowed = Allowance.OFFLOAD_CPU in context.job.allow and context.host_ram_bytes is not None
-    is_alone = strategy.sharding.facts.is_one_rank and context.num_ranks == 1 and not context.is_cpu
+    has_another = not context.is_cpu and not context.device.shares_host_memory
+    is_alone = strategy.sharding.facts.is_one_rank and context.num_ranks == 1 and has_another
     can_move = is_alone and context.method.freezes_base and not context.shape.is_tied and not is_own_code
     return (False, True) if is_allowed and can_move else (False,)
 
