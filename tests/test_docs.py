@@ -19,7 +19,7 @@ from covering_factory import covering, points
 from gpu_factory import GPU_CASES
 
 from shardwise.launch.job.yaml_text import read_yaml
-from shardwise.launch.options import build_parser
+from shardwise.launch.options import COMMANDS, GROUPS, build_parser
 from shardwise.trainer.runtime.loop.metrics import StepMetrics
 from shardwise.trainer.spec.engines import ENGINES, Sharding
 from shardwise.trainer.spec.errors import ExitCode
@@ -51,6 +51,10 @@ def test_every_command_and_every_rule_stands_in_its_document():
     page, matrix = benchmark("commands").DOCUMENT.read_text(), benchmark("support_matrix")
     (subparsers,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert [name for name in subparsers.choices or () if f"`shardwise {name}" not in page] == []
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    lines = build_parser().format_help().splitlines()
+    places = [lines.index(f"  {title}") for title in GROUPS]
+    assert places == sorted(places), "the groups of the help"
     rules = {rule.name for rule in (*matrix.INCOMPATIBILITIES, *matrix.RULES)} - {"not_yet"}
     assert [name for name in rules if f"`{name}`" not in matrix.DOCUMENT.read_text()] == []
 

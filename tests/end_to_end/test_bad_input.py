@@ -104,7 +104,10 @@ JOB = {
         ("log.notify", "no-such-program"), {}, {"log": {"notify": "no-such-program --me"}}, TRAIN
     ),
 }  # fmt: skip
-FILES: dict[str, str | bytes] = {"used/plan.json": "{}", "h.json": "{", "p.json": '{"format": 99}'}
+FILES: dict[str, str | bytes] = {
+    "used/plan.json": "{}", "h.json": "{", "p.json": '{"format": 99}', "hf/config.json": "{}", "chats.jsonl": CHATS,
+    "script.py": 'import os\nprint("a: b")\n',
+}  # fmt: skip
 TYPED = {  # commands, and facts of their refusal
     "plan absent.yaml": ("absent.yaml",),
     "plan text": ("text",),
@@ -122,7 +125,20 @@ TYPED = {  # commands, and facts of their refusal
     "plan job.yaml --vram 8": ("8 bytes", "8GiB"),
     "plan job.yaml --vram 0GiB": ("0GiB",),
     "plan job.yaml --fast": ("--fast",),
-    "trian job.yaml": ("trian", "train"),
+    "trian job.yaml": ("trian is no command; did you mean train?",),
+    "frobnicate": ("frobnicate is no command; there are init, probe, plan, ",),
+    "train job.yaml --epochs 2": ("did you mean train.epochs=2?",),
+    "train job.yaml --learning-rate=1e-4 --load-in-4bit": ("did you mean train.lr=1e-4 train.method=qlora?",),
+    "train job.yaml --cutoff_len": ("did you mean train.seq_len=...?",),
+    "train --model m --data a.jsonl train.lr=1": ("did you mean model.name=m data.train=a.jsonl?",),
+    "train job.yaml --lr 1 --frobnicate": ("--lr --frobnicate; see shardwise train --help",),
+    "status --epochs": ("--epochs; see shardwise status --help",),
+    "plan job.yaml train.lora.r=8": ("train.lora.rank",),
+    "plan job.yaml pin.quantization=nf4": ("train.method=qlora",),
+    "train chats.jsonl": ("shardwise init --model MODEL --data chats.jsonl",),
+    "plan script.py": ("own-script.md",),
+    "chat hf": ("RUN/export",),
+    "status text": ("shardwise status",),
     "watch run": ("run:",),
     "ladder nothing.yaml": ("nothing.yaml:",),
     "ladder job.yaml --steps 2": ("third step",),
@@ -133,13 +149,14 @@ TYPED = {  # commands, and facts of their refusal
     "train job.yaml --trial 2 --resume": ("--resume",),
     "train job.yaml --trial 2 --dry-run": ("--dry-run",),
     "train kept.json --trial 2": ("kept.json",),
-    "report text": ("text:",),
+    "report text": ("text:", "shardwise status"),
     "export text out": ("text:",),
     "init --model m --data d -o job.yaml": ("job.yaml:",),
 }
 CASES = {
     **DATA, **JOB, **{command: Case(facts, FILES, {}, (command,)) for command, facts in TYPED.items()},
     "no permission to write": Case(("/proc/none",), {}, {}, ("train job.yaml --run-dir /proc/none",), code=4),
+    "unknown model": Case(("shardwise fetch",), {}, {}, ("plan some/unknown-model --hardware 1xCPU",), code=4),
     "partition without Slurm": Case(("scontrol",), {}, {}, ("plan job.yaml --partition x",), code=4),
 }  # fmt: skip
 
@@ -166,7 +183,7 @@ def test_each_case_has_its_lines_and_its_code(name, workplace, monkeypatch, caps
     monkeypatch.chdir(workplace.folder)
     for name in set(os.environ) - set(workplace.environment):
         monkeypatch.delenv(name)
-    for name, value in workplace.environment.items():
+    for name, value in (workplace.environment | {"HF_HUB_OFFLINE": "1"}).items():
         monkeypatch.setenv(name, value)
     before = everything_in(workplace.folder)
     for command in case.commands:

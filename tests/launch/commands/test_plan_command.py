@@ -3,7 +3,6 @@
 import json
 import shlex
 import socket
-from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from shardwise.launch.commands.plan import machines, next_commands
 from shardwise.launch.inputs.model_files import known_models, read_preset
 from shardwise.launch.options import PlanOptions
 from shardwise.launch.plan.gather import plan_inputs, profile_data
-from shardwise.trainer.planning.search.configurations import SAME_SPEED
 from shardwise.trainer.spec.errors import ExitCode, NothingFitsError
-from shardwise.trainer.spec.job.sections import Allowance
 from shardwise.trainer.spec.model.readers import admitted_types
 
 JOB = """\
@@ -213,51 +210,6 @@ def test_rows_are_no_longer_than_the_positions_of_a_model_unless_stated(model: R
     assert (code, json.loads(out)["job"]["train"]["seq_len"]) == (ExitCode.DONE, 1024)
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        ("trian job.yaml", "trian is no command; did you mean train?"),
-        ("frobnicate", "frobnicate is no command; there are init, probe, plan, "),
-        ("train job.yaml --epochs 2", "did you mean train.epochs=2?"),
-        ("train job.yaml --learning-rate=1e-4 --load-in-4bit", "did you mean train.lr=1e-4 train.method=qlora?"),
-        ("train job.yaml --cutoff_len", "did you mean train.seq_len=...?"),
-        ("train --model m --data a.jsonl train.lr=1", "did you mean model.name=m data.train=a.jsonl?"),
-        ("train job.yaml --lr 1 --frobnicate", "--lr --frobnicate; see shardwise train --help"),
-        ("status --epochs", "--epochs; see shardwise status --help"),
-    ],
-)
-def test_a_slip_of_the_pen_is_answered_with_what_was_meant(model: Run, words: str, answer: str) -> None:
-    code, _, err = model(*words.split())
-    assert code == ExitCode.INPUT and answer in err and len(err.splitlines()) == 1
-
-
-CARDS = (
-    "RTX 4060", "RTX 4090", "8xH100-SXM5-80GB", "2xRTX-3090", "A100-PCIe-40GB", "4xL4", "T4", "2x8xA100-SXM4-80GB",
-)  # fmt: skip
-MODELS = ("tinyllama-1.1b", "qwen2.5-0.5b", "llama-3.1-8b", "qwen3-30b-a3b", "mistral-7b-v0.3")
-OPTED = [
-    (name, card, method)
-    for (name, card), method in zip(product(MODELS, CARDS), cycle(("full", "lora", "qlora", "auto")), strict=False)
-]
-REST = [
-    pytest.param(*each, marks=[pytest.mark.long, pytest.mark.products]) for each in OPTED if each not in OPTED[::16]
-]
-
-
-@pytest.mark.parametrize(("name", "card", "method"), [*OPTED[::16], *REST])
-def test_an_opt_in_makes_no_plan_slower_and_none_too_large(model: Run, name: str, card: str, method: str) -> None:
-    """Where it changes the method that `auto` chooses, only that a plan fits is compared."""
-    words = ("plan", name, "--hardware", card, "--method", method, "--json")
-    code, out, _ = model(*words)
-    for each in Allowance:
-        opted, wider, _ = model(*words, "--allow", each)
-        assert opted in (ExitCode.DONE, code), each
-        if code == ExitCode.DONE:
-            before, after = (json.loads(text)["candidates"][0] for text in (out, wider))
-            if before["method"] == after["method"]:
-                assert after["speed"]["step_s"] <= before["speed"]["step_s"] * (1 + 2 * SAME_SPEED), each
-
-
 def test_an_existing_job_file_wins_and_options_apply_over_it(model: Run, tmp_path: Path) -> None:
     write_rows(tmp_path)
     (tmp_path / "qwen2.5-0.5b").write_text(JOB.format(data="rows.txt"))
@@ -306,3 +258,9 @@ def test_an_unprepared_plan_takes_padded_rows_as_long_as_they_are(run: Run, tmp_
     speed, schedule = plan["candidates"][0]["speed"], plan["schedule"]
     tokens = speed["step_s"] * speed["tokens_per_s_per_gpu"]
     assert tokens == pytest.approx(schedule["sequences_per_step"] * width["mean_width"], rel=0.1)
+
+
+@pytest.mark.parametrize("setting", ["train.lora.rank=8", "train.lr=1"])
+def test_a_setting_that_does_nothing_or_ruins_a_run_is_a_warning_of_its_plan(run: Run, setting: str) -> None:
+    code, out, _ = run("plan", "train.method=full", setting, "--hardware", "1xH100-SXM5-80GB")
+    assert code == ExitCode.DONE and f"WARNING: {setting.partition('=')[0]} " in out
