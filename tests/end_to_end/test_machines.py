@@ -115,25 +115,3 @@ def test_an_interface_that_leads_nowhere_ends_the_run_on_both_machines_with_rank
     )
     assert "unset GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME" in lines[1]
     assert lines[0] in machines.told()
-
-
-@pytest.mark.long
-@pytest.mark.slurm
-def test_a_machine_that_cannot_connect_to_the_launcher_of_rank_0_ends_the_run_on_both(machines: Machines):
-    """As by a firewall that lets the supervisor's port 29400 through and no higher ones."""
-    cluster = machines.cluster
-    rule = ("ipproto", "tcp", "dport", "30000-65534", "unreachable")
-    cluster.run(*cluster.on_node("n2", "ip", "rule", "add", *rule))
-    try:
-        for rank in (0, 1):
-            machines.start(rank)
-        codes = [machines.running.pop(rank).wait(LIMIT_S) for rank in (0, 1)]
-    finally:
-        cluster.run(*cluster.on_node("n2", "ip", "rule", "delete", *rule))
-    printed = machines.told()
-    assert codes == [4, 4], printed
-    assert re.search(
-        r"n2: rank 1 cannot reach rank 0 at [\d.]+ port \d+: Network is unreachable$", printed, re.MULTILINE
-    )
-    assert "sudo iptables -I INPUT -p tcp -s " in printed
-    assert [path.name for path in (machines.run_dir / "attempts").iterdir()] == ["1"]

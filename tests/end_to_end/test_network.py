@@ -1,11 +1,9 @@
 """The ports that a run opens, and the end of one whose ranks cannot reach each other."""
 
 import re
-import signal
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +16,6 @@ from rank_factory import rank_plan, write_rows
 from shardwise.launch.rundir.process_record import descendants, read_records
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
-from shardwise.trainer.spec.messages.rank_files import read_heartbeat
-from shardwise.trainer.spec.network import REACH_S
 from shardwise.trainer.spec.plan import Plan
 
 pytestmark = [pytest.mark.long, pytest.mark.starts]
@@ -46,10 +42,10 @@ def _listeners() -> Iterator[tuple[str, str]]:
                 yield socket.inet_ntop(family, struct.pack(f">{len(numbers)}I", *numbers)), fields[9]
 
 
-def two_ranks(folder: Path, sharding: Sharding, num_steps: int = 20) -> Plan:
+def two_ranks(folder: Path, sharding: Sharding) -> Plan:
     return rank_plan(
         write_rows(folder / "rows"), sharding, num_ranks=2, micro_batch=2, accumulation=1, sequences_per_step=4,
-        num_steps=num_steps,
+        num_steps=20,
     )  # fmt: skip
 
 
@@ -84,30 +80,3 @@ def test_a_loopback_that_is_down_ends_the_run_and_is_named_with_its_remedy(tmp_p
     with pytest.raises(EnvironmentFaultError, match=match):
         without_loopback(lambda: run_plan(plan, tmp_path / "run"))
     assert [path.name for path in (tmp_path / "run" / "attempts").iterdir()] == ["1"]
-
-
-@pytest.mark.cold  # imports take seconds
-def test_a_rank_that_starts_later_than_a_connection_may_last_is_waited_for(tmp_path: Path):
-    attempt, was_stopped = tmp_path / "run" / "attempts" / "1", threading.Event()
-
-    def hold() -> None:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            beat, record = read_heartbeat(attempt, 1), read_records(attempt / "pids").get("rank-1")
-            if record is not None and beat is not None and beat.phase == "importing the libraries":
-                record.send(signal.SIGSTOP)
-                time.sleep(REACH_S + 10)
-                was_stopped.set()
-                record.send(signal.SIGCONT)
-                return
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        outcome, printed = run_plan(two_ranks(tmp_path, Sharding.DDP), tmp_path / "run")
-    finally:
-        thread.join()
-    assert was_stopped.is_set()
-    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
-    assert outcome.report.attempts == 1, printed

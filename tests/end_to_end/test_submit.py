@@ -135,14 +135,6 @@ def test_a_limit_that_only_the_real_submission_meets_leaves_nothing(login: Workp
     assert not list((login.folder / "mine").iterdir())
 
 
-def test_a_job_that_would_wait_for_ever_is_cancelled_and_leaves_nothing(login: Workplace, slurm: SlurmCluster):
-    (real,) = slurm.run("sh", "-c", "command -v squeue").stdout.split()
-    reasons = f'case "$*" in *--format=%r*) echo AccountNotAllowed ;; *) exec {real} "$@" ;; esac'
-    message = refused(beside(login, login.environment["PATH"], squeue=reasons), HELD)
-    assert "never start (AccountNotAllowed)" in message and "--account NAME" in message
-    assert not slurm.run("squeue", "--noheader").stdout
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [

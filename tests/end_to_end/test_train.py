@@ -1,11 +1,18 @@
 """`shardwise train` from a job file, or from a plan that was kept, to everything that a run leaves."""
 
+import fcntl
+import os
+import re
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 from export_factory import IDLE, write_idle_base
 from kill_factory import losses
+from small_terminal import SmallTerminal
 from workplace_factory import LIMIT_S, SENTENCES, TINY_CONFIG, Workplace, read_metrics, write_chats
 
 from shardwise.trainer.spec import codec
@@ -133,3 +140,38 @@ def test_400_chats_on_a_written_job_lower_the_held_out_loss(workplace: Workplace
     losses = [line["eval_loss"] for _, line in sorted(read_metrics(place.only_run()).items()) if "eval_loss" in line]
     assert max(read_metrics(place.only_run())) >= 100
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_on_a_terminal_the_course_is_redrawn_in_place_and_what_is_printed_stays_above_and_below(workplace) -> None:
+    workplace.write_job(train={"steps": 40}, eval={"every": "20 steps"})
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    others = ("CI", "NO_COLOR", "LC_ALL")
+    environment = {name: value for name, value in workplace.environment.items() if name not in others}
+    content = b""
+    with subprocess.Popen(
+        workplace.command("train", "job.yaml"), cwd=workplace.folder, stdin=slave, stdout=slave, stderr=slave,
+        env={**environment, "TERM": "xterm-256color", "LANG": "C.UTF-8"}, start_new_session=True,
+    ) as process:  # fmt: skip
+        os.close(slave)
+        with suppress(OSError):  # the end of a terminal
+            while more := os.read(master, 65536):
+                content += more
+    os.close(master)
+    text, name = content.decode().replace("\r\n", "\n"), workplace.only_run().name
+    assert process.returncode == 0, text
+    terminal = SmallTerminal(columns=10_000)  # the plan above has longer lines, which a terminal wraps
+    terminal.write(text.partition("verified:")[0])  # what follows quotes the model, which may say anything
+    lines = terminal.lines
+    (begin,) = [place for place, line in enumerate(lines) if line.startswith(f"{name}: ")]  # redrawn in place
+    block = lines[begin : begin + 6]
+    assert block[0] == f"{name}: finished, step 40 of 40"
+    assert block[1] == f"progress   {'█' * 32}  100%"
+    assert re.match(r"loss       [▁-█]{32}  \d\.\d{4}, held out \d\.\d{4}, learning rate", block[2])
+    assert block[3].startswith("speed      ") and "% of the predicted" in block[3]
+    assert block[4].startswith("memory     ") and "RAM, tensors " in block[4] and ", predicted " in block[4]
+    assert block[5] == "incidents  none"
+    above, below = lines[:begin], lines[begin + 6 :]
+    assert any("(none/" in line for line in above) and any("finished at step 40" in line for line in below)
+    assert [line for line in above if "held-out loss" in line][-1].startswith("step 40: held-out loss")
+    assert "\x1b[36m" in text

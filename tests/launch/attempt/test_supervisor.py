@@ -19,7 +19,7 @@ from shardwise.launch.attempt import supervisor as supervision
 from shardwise.launch.attempt.end import AttemptEnd
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.attempt.watchdog import Watchdog, WatchLimits
-from shardwise.launch.rundir.process_record import ProcessRecord, read_records, record_of, write_record
+from shardwise.launch.rundir.process_record import read_records, record_of, write_record
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
@@ -98,21 +98,6 @@ def test_a_rank_that_registers_after_a_stop_request_receives_it(attempt: Path):
             sleeper.kill()
             sleeper.wait()
         ranks.end()
-
-
-def test_a_second_interrupt_ends_everything_at_once(attempt: Path):
-    stop = StopRequest()
-    ranks: list[ProcessRecord] = []
-
-    def press_twice() -> None:
-        ranks[:] = read_records(attempt / "pids").values()
-        if (attempt / "pids" / "rank-0.json").exists():
-            stop.num_interrupts = 2
-            stop.kind = StopKind.INTERRUPT
-
-    end = run(attempt, None, stop=stop, on_tick=press_twice)
-    assert end.fault is Fault.KILLED and "second Ctrl-C" in (end.report.error or "")
-    assert ranks and not any(rank.is_alive for rank in ranks)
 
 
 def test_ranks_that_wait_for_one_out_of_memory_are_ended(attempt: Path, monkeypatch: pytest.MonkeyPatch):

@@ -120,11 +120,6 @@ def test_pages_in_files_open_without_a_message_or_a_request_and_run_nothing(brow
     assert "Content Security Policy" in messages and "x.png" in messages
 
 
-def test_text_without_contrast_is_found(browser: Browser, server: UiServer):
-    pale = "document.querySelector('h1').style.color = '#8a8f98', document.querySelector('main')"
-    assert "H1" in "".join(browser.open(server.address, width=1280, until=pale, script=CONTRAST).value["found"])
-
-
 def test_a_live_page_shows_new_steps_without_being_loaded_again(
     browser: Browser, server: UiServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -194,27 +189,6 @@ def test_no_cell_of_a_table_covers_another_where_nothing_fits(browser: Browser, 
     assert opened.value == [] and opened.messages == []
 
 
-def test_the_list_is_sorted_by_a_column_and_stays_so_when_it_is_renewed(browser: Browser, server: UiServer):
-    script = """(() => {
-      const names = () => [...document.querySelectorAll("table.runs tbody tr")].map((row) => row.cells[1].textContent);
-      const values = (column) => [...document.querySelectorAll("table.runs tbody tr")]
-        .map((row) => row.cells[column]?.dataset.by).filter(Boolean).map(Number);
-      const press = (column) => document.querySelector(`[data-sort="${column}"]`).click();
-      press(1); const up = names();
-      press(1); const down = names();
-      press(4);
-      const titles = [...document.querySelectorAll("th[aria-sort]")].map((each) => each.getAttribute("aria-sort"));
-      const sticky = getComputedStyle(document.getElementById("compare")).position;
-      return [up, down, values(4), titles, sticky];
-    })()"""
-    opened = browser.open(server.address, width=1280, script=script)
-    up, down, losses, titles, sticky = opened.value
-    assert up == sorted(up, key=str.lower) and down == up[::-1] and len(up) >= 3
-    assert losses == sorted(losses) and losses
-    assert titles == ["none", "none", "none", "ascending", "none", "none", "none", "none", "none"]
-    assert sticky == "sticky" and opened.messages == []
-
-
 def test_the_list_is_filtered_and_two_runs_are_compared(browser: Browser, server: UiServer):
     script = """(() => {
       const box = document.getElementById("filter"), button = document.getElementById("compare-button");
@@ -230,8 +204,9 @@ def test_the_list_is_filtered_and_two_runs_are_compared(browser: Browser, server
     assert opened.value == [True, 1, False, "Compare 3 runs", 3] and opened.messages == []
 
 
-def test_faults_of_access_are_found(browser: Browser, server: UiServer):
+def test_faults_of_access_and_of_contrast_are_found(browser: Browser, server: UiServer):
     harm = """(() => {
+      document.querySelector("h2").style.color = "#8a8f98";
       for (const each of document.querySelectorAll("[aria-label]")) each.removeAttribute("aria-label");
       document.querySelector("nav a").textContent = "";
       document.body.append(document.createElement("p"));
@@ -239,9 +214,10 @@ def test_faults_of_access_are_found(browser: Browser, server: UiServer):
       document.querySelector("h1").outerHTML = "<h3>title</h3>";
       return document.querySelector("main");
     })()"""
-    found = browser.open(f"{server.address}/run?name=good", width=1280, until=harm, script=ACCESS).value
+    both, address = f"Promise.all([{ACCESS}, {CONTRAST}.found])", f"{server.address}/run?name=good"
+    found, pale = browser.open(address, width=1280, until=harm, script=both).value
     rules = {each.partition(":")[0] for each in found}
-    assert rules >= {"svg-img-alt", "link-name", "region", "page-has-heading-one"}
+    assert rules >= {"svg-img-alt", "link-name", "region", "page-has-heading-one"} and "H2" in "".join(pale)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +227,8 @@ def acting(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterat
     for number in range(100):
         job = replace(plan.job, train=replace(plan.job.train, lr=1e-3 * (1 + number % 11)))
         rows = step_rows(range(1, 3), loss=5 - number / 100)
-        write_run(folder / f"run-{number:03}", plan=replace(plan, job=job), rows=rows, has_report=number > 0)
+        name = f"{'RUN' if number == 50 else 'run'}-{number:03}"
+        write_run(folder / name, plan=replace(plan, job=job), rows=rows, has_report=number > 0)
     with UiServer(folder, 0) as server, locked(folder / "run-000"):
         server.allow_actions()
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -260,7 +237,9 @@ def acting(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterat
         server.shutdown()
 
 
-def test_a_hundred_runs_are_sorted_by_a_picked_setting_on_a_dark_phone(browser: Browser, acting: UiServer):
+def test_a_hundred_runs_are_sorted_by_column_and_by_a_picked_setting_on_a_dark_phone(
+    browser: Browser, acting: UiServer
+):
     until = """(() => {
       if (!window.began) {
         window.began = true;
@@ -274,11 +253,21 @@ def test_a_hundred_runs_are_sorted_by_a_picked_setting_on_a_dark_phone(browser: 
       title.click();
       const rates = rows().map((row) => Number(row.querySelector(".setting").dataset.by));
       title.click();
-      return [rows().length, rates, Number(rows()[0].querySelector(".setting").dataset.by), location.search, began];
+      const highest = Number(rows()[0].querySelector(".setting").dataset.by);
+      const names = () => rows().map((row) => row.cells[1].textContent);
+      const press = (column) => document.querySelector(`[data-sort="${column}"]`).click();
+      press(1); const up = names();
+      press(1); const down = names();
+      press(4); const losses = rows().map((row) => row.cells[4].dataset.by).filter(Boolean).map(Number);
+      const sorted = [...document.querySelectorAll("th[aria-sort]")].map((each) => each.getAttribute("aria-sort"));
+      const sticky = getComputedStyle(document.getElementById("compare")).position;
+      return [rows().length, rates, highest, location.search, began, [up, down, losses, sorted, sticky]];
     })()"""
     both = f"Promise.all([{script}, {ACCESS}, {CONTRAST}.found])"
     opened = browser.open(acting.address, width=390, is_dark=True, until=until, script=both)
-    (count, rates, first, search, began), *faults = opened.value
+    (count, rates, first, search, began, (up, down, losses, sorted_by, sticky)), *faults = opened.value
+    assert up == sorted(up, key=str.lower) and down == up[::-1] and losses == sorted(losses) and losses
+    assert [number for number, each in enumerate(sorted_by) if each == "ascending"] == [3] and sticky == "sticky"
     assert count == 100 and rates == sorted(rates) and len(set(rates)) == 11 and first == max(rates)
     assert search == "?column=train.lr" and began is True, "the page was not loaded again"
     assert faults == [[], []] and opened.messages == [] and opened.scroll_width == 390

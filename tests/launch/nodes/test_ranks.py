@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -61,8 +62,9 @@ def test_a_running_step_has_no_failure_and_can_be_ended(tmp_path):
     assert step.poll() == -15
 
 
-def test_the_end_of_an_attempt_is_not_that_of_the_next(tmp_path):
-    """A machine's message on the attempt before may come late."""
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[tuple[ClusterRanks, Channel, int]]:
+    """The ranks of attempt 2 on one machine, the end of its channel there, and the port of the supervisor."""
     here, there = socket.socketpair()
     agent, hello = Channel(there, FromSupervisor), Hello(node_rank=0, host="n0", address="127.0.0.1")
     with NodeServer(tmp_path, num_nodes=1, on_line=print) as server:
@@ -73,39 +75,37 @@ def test_the_end_of_an_attempt_is_not_that_of_the_next(tmp_path):
 
         cluster = Cluster(server, start_step, is_slurm=False, cache=tmp_path, on_line=print)
         ranks = ClusterRanks(cluster, attempt_dir=tmp_path / "2", stop=StopRequest())
-        agent.send(Ended(attempt_dir=str(tmp_path / "1"), return_code=1))
-        assert ranks.poll() is None
-        agent.send(Ended(attempt_dir=str(tmp_path / "2"), return_code=7))
-        assert ranks.poll() == 7
+        yield ranks, agent, server.port
         ranks.end()
     agent.close()
 
 
-def test_every_machine_tries_the_launcher_of_rank_0_once_it_listens_and_one_that_cannot_connect_ends_the_run(tmp_path):
-    here, there = socket.socketpair()
-    agent, hello = Channel(there, FromSupervisor), Hello(node_rank=0, host="n0", address="127.0.0.1")
-    with NodeServer(tmp_path, num_nodes=1, on_line=print) as server, port_that_drops() as (address, port):
-        server.nodes[0] = Node(hello, Channel(here, FromAgent), "127.0.0.1")
+def test_the_end_of_an_attempt_is_not_that_of_the_next(started, tmp_path):
+    """A machine's message on the attempt before may come late."""
+    ranks, agent, _ = started
+    agent.send(Ended(attempt_dir=str(tmp_path / "1"), return_code=1))
+    assert ranks.poll() is None
+    agent.send(Ended(attempt_dir=str(tmp_path / "2"), return_code=7))
+    assert ranks.poll() == 7
 
-        def start_step(attempt_dir: Path) -> Step:
-            return Step(["true"], environment=os.environ, log=attempt_dir / "logs" / "agents.log")
 
-        cluster = Cluster(server, start_step, is_slurm=False, cache=tmp_path, on_line=print)
-        ranks = ClusterRanks(cluster, attempt_dir=tmp_path / "2", stop=StopRequest())
-        (start,) = agent.receive(60)
-        assert isinstance(start, Start)
-        agent.send(Listening(attempt_dir=str(tmp_path / "1")))  # late, of the attempt before
-        assert ranks.poll() is None and agent.receive(0.1) == []
-        agent.send(Listening(attempt_dir=start.attempt_dir))
-        assert ranks.poll() is None and agent.receive(60) == [Command(order=Order.TRY_HEAD)]
+def test_every_machine_tries_the_launcher_of_rank_0_once_it_listens_and_one_that_cannot_connect_ends_the_run(
+    started, tmp_path
+):
+    ranks, agent, open_port = started
+    (start,) = agent.receive(60)
+    assert isinstance(start, Start)
+    agent.send(Listening(attempt_dir=str(tmp_path / "1")))  # late, of the attempt before
+    assert ranks.poll() is None and agent.receive(0.1) == []
+    agent.send(Listening(attempt_dir=start.attempt_dir))
+    assert ranks.poll() is None and agent.receive(60) == [Command(order=Order.TRY_HEAD)]
+    with port_that_drops() as (address, port):
         dropped = Start(attempt_dir=start.attempt_dir, head=address, port=port, cache=start.cache)
         refusal = head_refusal(dropped, range(8, 16), limit_s=0.4)
-        assert refusal is not None
-        agent.send(Ended(attempt_dir=start.attempt_dir, refusal=refusal, exit_code=int(ExitCode.ENVIRONMENT)))
-        match = f"n0: ranks 8 to 15 cannot reach rank 0 at {address} port {port}: timed out\n.*sudo iptables"
-        with pytest.raises(EnvironmentFaultError, match=match):
-            ranks.poll()
-        ranks.end()
-        open_port = Start(attempt_dir=start.attempt_dir, head="127.0.0.1", port=server.port, cache=start.cache)
-        assert head_refusal(open_port, range(8, 16), limit_s=60) is None
-    agent.close()
+    assert refusal is not None
+    agent.send(Ended(attempt_dir=start.attempt_dir, refusal=refusal, exit_code=int(ExitCode.ENVIRONMENT)))
+    match = f"n0: ranks 8 to 15 cannot reach rank 0 at {address} port {port}: timed out\n.*sudo iptables"
+    with pytest.raises(EnvironmentFaultError, match=match):
+        ranks.poll()
+    reached = Start(attempt_dir=start.attempt_dir, head="127.0.0.1", port=open_port, cache=start.cache)
+    assert head_refusal(reached, range(8, 16), limit_s=60) is None

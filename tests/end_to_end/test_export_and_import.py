@@ -1,19 +1,100 @@
-"""`shardwise import` from the command line, and training from what it wrote."""
+"""`shardwise export` and `import` from the command line: what plain transformers loads, and what training starts from."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from export_factory import run_of, save_run, write_base
+from hub_server import Hub, login, serving
 from import_factory import saved_by_torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typed_command import typed
-from workplace_factory import SENTENCES, TINY_CONFIG, Workplace, read_metrics
+from workplace_factory import LIMIT_S, SENTENCES, TINY_CONFIG, Workplace, read_metrics
 
 from shardwise.launch.inputs.model_files import find_config
 from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from shardwise.trainer.spec.strategy import Method
+
+TOKEN = "hf_secretsecretsecret"  # of the server in this file
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("private folder")
+    write_trained_tokenizer(train_tokenizer(iter(["a lazy dog"]), vocab_size=256 + 1), root / "tokenizer")
+    base = write_base(root / "base", {**run_of(None, Method.LORA).model_config, "vocab_size": 260})
+    plan = run_of(
+        base, Method.LORA, config=json.loads((base / "config.json").read_text()), tokenizer=root / "tokenizer"
+    )
+    return save_run(root / "run", plan)
+
+
+def export(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "shardwise.launch.cli", "export", *map(str, words)],
+        capture_output=True, text=True, check=False, timeout=LIMIT_S, env=clean | environment,
+    )  # fmt: skip
+
+
+def test_merged_weights_and_the_tokenizer_load_in_plain_transformers(run_dir, tmp_path):
+    done = export(run_dir, tmp_path / "out", "--merge", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"export": str(tmp_path / "out")}
+    assert "step-00000004" in done.stderr
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "out").decode(
+            AutoTokenizer.from_pretrained(run_dir.parent / "tokenizer")("a lazy dog")["input_ids"]
+        )
+        == "a lazy dog"
+    )
+
+
+def test_adapters_go_to_the_hub_without_a_path_of_this_machine(run_dir, tmp_path):
+    with serving(Hub(logins={TOKEN: login()})) as hub:
+        done = export(
+            run_dir, tmp_path / "out", "--push", "ann/cats",
+            HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1",
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"{hub.url}/ann/cats" in done.stdout
+    files = hub.files["ann/cats"]
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "base"
+    assert not any(b"private folder" in content or TOKEN.encode() in content for content in files.values())
+    assert yaml.safe_load(files["README.md"].split(b"---\n")[1])["library_name"] == "peft"
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        (("--push", "ann/cats"), "hf auth login", 4),
+        (("--public",), "--push", 2),
+        (("--dtype", "int8"), "int8", 2),
+        (("--checkpoint", "step-9"), "step-4", 2),
+        ((), "out", 2),  # a folder that holds something
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_built(
+    words, message, code, run_dir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
+    out = tmp_path / "out"
+    if not words:
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+    refused = typed(capsys, "export", str(run_dir), str(out), *words)
+    assert (refused.code, message in refused.err) == (code, True), refused.err
+    assert [path.name for path in tmp_path.rglob("*")] == ([] if words else ["out", "notes.txt"])
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +153,6 @@ def test_a_config_with_fewer_rows_than_its_tokenizer_has_tokens_is_taken(theirs,
         (("their checkpoint/pytorch_model.bin", "out"), "pytorch_model.bin"),
         (("their checkpoint", "base"), "base:"),
         (("their checkpoint", "out", "--config", "nothing"), "--config: nothing"),
-        (("their checkpoint", "out", "--config", "gpt2"), "GPT2LMHeadModel"),
         (("their checkpoint", "out", "--base", "model"), "model.safetensors"),
         (("their checkpoint", "out", "--base", "base", "--config", "model"), "--config"),
         (("their checkpoint", "out", "--kind", "keras"), "keras"),
