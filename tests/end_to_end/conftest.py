@@ -1,10 +1,8 @@
 """A workplace for each test, and one finished run that the tests share."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_disk import mounted_disk
 from workplace_factory import Workplace, make_workplace
 
 
@@ -19,10 +17,3 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, Path, 
     place = make_workplace(tmp_path_factory.mktemp("trained") / "work place")
     output = place.run("train", "job.yaml").stdout
     return place, place.only_run(), output
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    with mounted_disk(tmp_path / "small", "256k") as folder:
-        yield folder

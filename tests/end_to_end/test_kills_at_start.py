@@ -26,7 +26,7 @@ from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.messages.rank_files import STEP_PHASES, read_heartbeat
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.report import AttemptRecord, Fault
+from shardwise.trainer.spec.report import Fault
 
 pytestmark = [pytest.mark.long, pytest.mark.starts, pytest.mark.cold]
 NUM_KILLS = int(os.environ.get("SHARDWISE_START_KILLS", "200"))  # in parts of
@@ -58,19 +58,6 @@ class Blow(NamedTuple):
     rank: int
     number: signal.Signals
     others_wait: bool
-
-
-def blows_of(chance: random.Random, phases: Sequence[str], num_ranks: int) -> list[Blow]:
-    return [
-        Blow(
-            phase=phase,
-            delay_s=chance.uniform(0.0, PHASES[phase]),
-            rank=chance.randrange(num_ranks),
-            number=chance.choice(SIGNALS),
-            others_wait=num_ranks > 1 and chance.random() < 1 / 3,
-        )
-        for phase in phases
-    ]
 
 
 def ranks_of(attempt: Path, num_ranks: int) -> dict[int, ProcessRecord]:
@@ -113,22 +100,16 @@ def strike(attempt: Path, blow: Blow, num_ranks: int, is_over: Callable[[], bool
     return False
 
 
-class Struck(NamedTuple):
-    attempt: int
-    phase: str
-    blow: Blow
-
-
-def run_and_strike(plan: Plan, run_dir: Path, blows: Sequence[Blow]) -> list[tuple[Struck, str | None]]:
-    """The blows of a run, one an attempt, with what is wrong about the end of each; None: named and started again."""
-    is_over, struck, num_ranks = threading.Event(), list[Struck](), plan.chosen.num_ranks
+def run_and_strike(plan: Plan, run_dir: Path, blows: Sequence[Blow]) -> list[tuple[str, str | None]]:
+    """Where each rank was struck, and what is wrong about its end; None: named, and the run was started again."""
+    is_over, struck, num_ranks = threading.Event(), list[tuple[int, str, Blow]](), plan.chosen.num_ranks
 
     def work() -> None:
         for number, blow in enumerate(blows, start=1):
             attempt = run_dir / "attempts" / str(number)
             if not strike(attempt, blow, num_ranks, is_over.is_set):
                 return
-            struck.append(Struck(number, phase_of(attempt, blow.rank), blow))
+            struck.append((number, phase_of(attempt, blow.rank), blow))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -137,52 +118,45 @@ def run_and_strike(plan: Plan, run_dir: Path, blows: Sequence[Blow]) -> list[tup
     finally:
         is_over.set()
         thread.join()
-    history = () if outcome.report is None else outcome.report.history
+    records = {record.number: record for record in (() if outcome.report is None else outcome.report.history)}
     found = []
-    for each in struck:
-        record = next((record for record in history if record.number == each.attempt), None)
-        wrong = _wrong_end(each.blow, record)
-        if wrong is None and outcome.exit_code is not ExitCode.DONE:
-            wrong = f"the run ended with {outcome.exit_code!r}"
-        pids = read_records(run_dir / "attempts" / str(each.attempt) / "pids")
-        if any(record.is_alive for record in pids.values()):
-            wrong = f"{wrong or 'ended in order'}, and processes of the attempt live: {pids}"
-        found.append((each, None if wrong is None else f"{each} of {num_ranks} ranks: {wrong}\n{printed}"))
+    for number, phase, blow in struck:
+        record, cause = records.get(number), f"rank {blow.rank} was killed by {blow.number.name}"
+        wrong = [] if outcome.exit_code is ExitCode.DONE else [f"the run ended with {outcome.exit_code!r}"]
+        if record is None or record.fault is not Fault.KILLED or cause not in (record.cause or ""):
+            wrong.append(f"expected {cause!r}, reported {record}")
+        pids = read_records(run_dir / "attempts" / str(number) / "pids")
+        if any(each.is_alive for each in pids.values()):
+            wrong.append(f"processes of the attempt live: {pids}")
+        told = f"attempt {number} of {num_ranks} ranks, {phase}, {blow}: {'; '.join(wrong)}\n{printed}"
+        found.append((phase, told if wrong else None))
     return found
-
-
-def _wrong_end(blow: Blow, record: AttemptRecord | None) -> str | None:
-    if record is None:
-        return "the attempt has no record"
-    expected = f"rank {blow.rank} was killed by {blow.number.name}"
-    if record.fault is not Fault.KILLED or expected not in (record.cause or ""):
-        return f"expected {expected!r}, reported {record.fault}: {record.cause!r}"
-    return None
-
-
-def kill_starts(rows: Path, folder: Path, num_kills: int, seed: int) -> dict[str, Count]:
-    """At least so many kills; parts of consecutive seeds go through all engines and phases."""
-    chance, counts = random.Random(seed), dict[str, Count]()
-    kinds = list(product(ENGINES, range(len(PHASES))))
-    random.Random(0).shuffle(kinds)  # the same for every part
-    for number in count(seed * num_kills // KILLS_A_RUN):
-        if sum(each.tried for each in counts.values()) >= num_kills:
-            return counts
-        (sharding, num_ranks), first = kinds[number % len(kinds)]
-        phases = [list(PHASES)[(first + further) % len(PHASES)] for further in range(KILLS_A_RUN)]
-        plan = rank_plan(
-            rows, sharding, num_ranks=num_ranks, micro_batch=2, accumulation=1, sequences_per_step=2 * num_ranks,
-            num_steps=60,
-        )  # fmt: skip
-        run_dir = folder / f"run-{number}"
-        for each, wrong in run_and_strike(plan, run_dir, blows_of(chance, phases, num_ranks)):
-            row = counts.setdefault(f"SIGKILL of a rank that starts: {each.phase}", Count())
-            row.add(Count(tried=1, survived=int(wrong is None), notes=[] if wrong is None else [wrong]))
-    raise AssertionError("unreachable")
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("seed", range(-(-NUM_KILLS // KILLS_A_PART)))
 def test_a_rank_that_ends_while_it_starts_is_named_and_the_run_is_started_again(tmp_path, record_property, seed):
-    rows = write_rows(tmp_path / "rows")
-    check(kill_starts(rows, tmp_path, min(KILLS_A_PART, NUM_KILLS), seed), record_property)
+    """Parts of consecutive seeds go through all engines and phases."""
+    rows, chance, counts = write_rows(tmp_path / "rows"), random.Random(seed), dict[str, Count]()
+    num_kills = min(KILLS_A_PART, NUM_KILLS)
+    kinds = list(product(ENGINES, range(len(PHASES))))
+    random.Random(0).shuffle(kinds)  # the same for every part
+    numbers = count(seed * num_kills // KILLS_A_RUN)
+    while sum(each.tried for each in counts.values()) < num_kills:
+        number = next(numbers)
+        (sharding, num_ranks), first = kinds[number % len(kinds)]
+        plan = rank_plan(
+            rows, sharding, num_ranks=num_ranks, micro_batch=2, accumulation=1, sequences_per_step=2 * num_ranks,
+            num_steps=60,
+        )  # fmt: skip
+        blows = [
+            Blow(
+                phase=phase, delay_s=chance.uniform(0.0, PHASES[phase]), rank=chance.randrange(num_ranks),
+                number=chance.choice(SIGNALS), others_wait=num_ranks > 1 and chance.random() < 1 / 3,
+            )
+            for phase in (list(PHASES)[(first + further) % len(PHASES)] for further in range(KILLS_A_RUN))
+        ]  # fmt: skip
+        for phase, wrong in run_and_strike(plan, tmp_path / f"run-{number}", blows):
+            row = counts.setdefault(f"SIGKILL of a rank that starts: {phase}", Count())
+            row.add(Count(tried=1, survived=int(wrong is None), notes=[] if wrong is None else [wrong]))
+    check(counts, record_property)

@@ -22,24 +22,19 @@ pytestmark = [pytest.mark.long, pytest.mark.starts]
 LISTENS = "0A"  # of the fourth column of /proc/net/tcp
 
 
-def listening_addresses(pids: set[int]) -> set[str]:
+def listening_addresses(pids: set[int]) -> Iterator[str]:
     inodes: set[str] = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
                 inodes.update(re.findall(r"socket:\[(\d+)\]", str(link.readlink())))
-    return {address for address, inode in _listeners() if inode in inodes}
-
-
-def _listeners() -> Iterator[tuple[str, str]]:
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         path = Path("/proc/net") / table
-        for line in path.read_text().splitlines()[1:] if path.exists() else ():
-            fields = line.split()
-            if fields[3] == LISTENS:
+        for fields in map(str.split, path.read_text().splitlines()[1:] if path.exists() else ()):
+            if fields[3] == LISTENS and fields[9] in inodes:
                 content = bytes.fromhex(fields[1].partition(":")[0])
                 numbers = struct.unpack(f"<{len(content) // 4}I", content)
-                yield socket.inet_ntop(family, struct.pack(f">{len(numbers)}I", *numbers)), fields[9]
+                yield socket.inet_ntop(family, struct.pack(f">{len(numbers)}I", *numbers))
 
 
 def two_ranks(folder: Path, sharding: Sharding) -> Plan:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from slurm_cluster import SlurmCluster
+from small_disk import mounted_disk
 from workplace_factory import Workplace
 
 from shardwise.trainer.spec import codec
@@ -163,9 +164,10 @@ def test_what_is_not_here_is_refused_where_nodes_have_no_network(login: Workplac
     assert "Qwen/Qwen2.5-0.5B" in answer.stderr and "HF_HUB_OFFLINE" not in answer.stdout
 
 
-def test_a_file_system_without_room_is_refused(login: Workplace, small_disk: Path):
-    message = refused(login, "--run-dir", str(small_disk / "run"))
-    assert "256 KiB are free" in message and not list(small_disk.iterdir())
+def test_a_file_system_without_room_is_refused(login: Workplace, tmp_path: Path):
+    with mounted_disk(tmp_path / "small", "256k") as small_disk:
+        message = refused(login, "--run-dir", str(small_disk / "run"))
+        assert "256 KiB are free" in message and not list(small_disk.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -237,9 +237,7 @@ def acting(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterat
         server.shutdown()
 
 
-def test_a_hundred_runs_are_sorted_by_column_and_by_a_picked_setting_on_a_dark_phone(
-    browser: Browser, acting: UiServer
-):
+def test_a_hundred_runs_are_sorted_by_column_and_picked_setting_on_a_dark_phone(browser: Browser, acting: UiServer):
     until = """(() => {
       if (!window.began) {
         window.began = true;
