@@ -90,10 +90,13 @@ def test_a_hub_id_is_its_preset_and_unknown_opt_ins_are_left_out():
     assert [read_form({"card": [name]}).card for name in ("H100", "rtx 3090")] == ["H100-PCIe-80GB", "RTX-3090"]
 
 
-def test_where_nothing_fits_what_would_is_named():
-    parts = plan_parts(Form(model="llama-3.1-70b", method="full", card="RTX-4060-8GB"))
+def test_where_nothing_fits_what_would_is_named_and_each_way_that_the_form_can_state_is_a_link():
+    parts = plan_parts(Form(model="llama-3.1-8b", method="full", card="RTX-4060-8GB"))
     assert "does not fit" in parts["verdict"] and "would fit with" in parts["verdict"]
-    assert commands_of(parts)[0][:3] == ["shardwise", "plan", "llama-3.1-70b"] and "missing" in parts["memory"]
+    assert "missing" in parts["memory"] and "host RAM" in parts["memory"]
+    assert commands_of(parts)[0][:3] == ["shardwise", "plan", "llama-3.1-8b"]
+    links = [part.partition('"')[0] for part in unescape(parts["ways"]).split('href="/plan?')[1:]]
+    assert len(links) >= 3 and ">fits<" in plan_parts(read_form(parse_qs(links[0])))["verdict"]
 
 
 def test_a_repository_of_the_hub_is_a_model_of_the_form_and_what_the_hub_lacks_is_a_short_problem(tmp_path: Path):

@@ -4,13 +4,11 @@ import json
 import shlex
 from html import unescape
 from pathlib import Path
-from urllib.parse import parse_qs
 
 import pytest
 from planning_factory import machine
 from typed_command import Run, in_empty_home, typed
 
-from shardwise.launch.commands.ui.explorer import Form, plan_parts, read_form
 from shardwise.launch.commands.ways_out import RAM_SIZES, screen
 from shardwise.trainer.planning.explain.alternatives import Alternative
 from shardwise.trainer.spec import codec
@@ -110,13 +108,6 @@ def test_text_json_and_page_have_the_same_ways(plan: Run, tmp_path: Path) -> Non
     assert len(found["ways_out"]) >= 4
     for way in found["ways_out"]:
         assert way["seconds"] > 0 and way["command"] in text and way["command"] in html
-
-
-def test_the_explorer_links_each_way_that_its_form_can_state() -> None:
-    parts = plan_parts(Form(model="llama-3.1-8b", method="full", card="RTX-4060-8GB"))
-    links = [part.partition('"')[0] for part in unescape(parts["ways"]).split('href="/plan?')[1:]]
-    assert len(links) >= 3 and "host RAM" in parts["memory"]
-    assert ">fits<" in plan_parts(read_form(parse_qs(links[0])))["verdict"]
 
 
 def test_lines_have_eighty_columns_but_for_the_commands() -> None:
