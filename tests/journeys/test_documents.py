@@ -183,7 +183,7 @@ def write_pairs(place: Workplace) -> list[dict[str, str]]:
 # --- README -----------------------------------------------------------------------------------------------------
 
 BLOCKS = blocks_of(ROOT / "README.md")
-*_, CLUSTER, _ = BLOCKS
+CLUSTER = BLOCKS[3]
 CANDIDATE = r"none/[\w-]+/\w+ \d+\.\d+"
 
 

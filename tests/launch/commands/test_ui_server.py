@@ -119,7 +119,8 @@ def test_a_foreign_host_is_refused_with_a_valid_cookie_and_a_tunnel_may_have_ano
 
 def test_only_short_reading_requests_are_served(server: UiServer):
     assert [ask(server, "/", method=method).status for method in ("POST", "PUT", "DELETE", "OPTIONS")] == [405] * 4
-    assert [ask(server, "/", **{name: "5"}).status for name in ("Content-Length", "Transfer-Encoding")] == [413] * 2
+    for name in ("Content-Length", "Transfer-Encoding"):
+        assert ask(server, "/", method="GET", cookie=True, body=None, **{name: "5"}).status == 413
     assert ask(server, "/run?name=" + "x" * 5000).status == 414
     assert ask(server, "/plan?" + "&".join(f"f{n}=1" for n in range(60))).status == 400
     head = ask(server, "/", method="HEAD")
