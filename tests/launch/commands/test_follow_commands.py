@@ -24,6 +24,7 @@ from run_factory import (
     write_submission,
 )
 from small_terminal import SmallTerminal
+from workplace_factory import wait_for
 
 from shardwise.launch.commands.follow import run_cancel, run_logs, run_status, run_watch
 from shardwise.launch.options import CancelOptions, LogsOptions, StatusOptions, WatchOptions
@@ -275,47 +276,35 @@ def test_the_output_of_slurm_comes_first_and_the_last_words_of_launchers_and_age
     assert logs(run=str(logged), rank=0, num_lines=2)[0] == "==> runs/one/attempts/1/logs/rank-0.log <=="
 
 
-class Followed:
-    """A console that tells when a line has come."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def line(self, text: str = "") -> None:
-        self.lines.append(text)
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 60
-        while not any(text in line for line in self.lines):
-            assert time.monotonic() < deadline, f"{text} did not come: {self.lines}"
-            time.sleep(0.01)
-
-
 def test_new_lines_are_followed_over_attempts_to_the_end_of_the_run(logged: Path):
-    console, codes = Followed(), list[ExitCode]()
-    options, looks = LogsOptions(run=str(logged), follow=True, num_lines=1), {"look_s": 0.01, "query_s": 0.05}
+    out, codes = io.StringIO(), list[ExitCode]()
+    options = LogsOptions(run=str(logged), follow=True, num_lines=1)
 
     def follow() -> None:
-        codes.append(run_logs(options, console, environment=NO_SLURM, **looks))  # type: ignore[arg-type] # has `line`
+        codes.append(run_logs(options, Console(out), environment=NO_SLURM, look_s=0.01, query_s=0.05))
+
+    def wait_for_line(text: str) -> None:
+        wait_for(lambda: text in out.getvalue(), text)
 
     thread = threading.Thread(target=follow, daemon=True)
     with locked(logged):
         thread.start()
-        console.wait_for("did step 100")
+        wait_for_line("did step 100")
         with (logged / "attempts" / "1" / "logs" / "rank-0.log").open("a") as log:
             log.write("one more\n")
-        console.wait_for("one more")
+        wait_for_line("one more")
         write_report(logged, Ending.FAILED)
         write_attempt(logged, 2, steps=[101])
-        console.wait_for("did step 101")
+        wait_for_line("did step 101")
         write_report(logged, Ending.FINISHED, attempt=2, step=101)
         time.sleep(0.1)
-        assert not any("finished" in line for line in console.lines), "it is still supervised"
+        assert "finished" not in out.getvalue(), "it is still supervised"
     thread.join(60)
     assert codes == [ExitCode.DONE]
-    assert console.lines[-1] == "runs/one: finished at step 101"
-    assert "rank 0 did step 99" not in console.lines, "only the last line of what was there"
-    assert console.lines.count("rank 0 did step 101") == 1
+    lines = out.getvalue().splitlines()
+    assert lines[-1] == "runs/one: finished at step 101"
+    assert "rank 0 did step 99" not in lines, "only the last line of what was there"
+    assert lines.count("rank 0 did step 101") == 1
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import pytest
 from msgspec.structs import replace
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_submission
+from workplace_factory import wait_for
 
 from shardwise.launch.commands.ui.chats import MOST_TURNS, Talk, Turn
 from shardwise.launch.commands.ui.runs import Runs
@@ -448,10 +449,7 @@ def test_a_question_without_a_reply_stands_on_the_page_with_its_reason(acting: U
     (acting.runs.folder / "good" / "export").symlink_to("/etc")
     sent = act(acting, {"action": "ask", "name": "good", "question": f"{HOSTILE}\r\nwhy"})
     assert sent.status == 303 and sent.headers["Location"] == "/chat?name=good#question"
-    deadline = time.monotonic() + 30
-    while acting.runs.chats.talk("good").waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not acting.runs.chats.talk("good").waiting, "the reply")
     page = ask(acting, "/chat?name=good").text
     assert "is a link" in page and HOSTILE not in page and "&lt;img src=x onerror=alert(1)&gt;<br>why" in page
 

@@ -3,13 +3,13 @@
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from network_factory import port_that_drops
+from workplace_factory import wait_for
 
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.nodes.agent import head_refusal
@@ -45,10 +45,7 @@ REFUSED = "n2: n1 port 9 cannot be reached: Connection refused\nsrun: error: n2:
 def test_a_lost_node_is_left_to_slurm_and_another_failure_of_the_step_ends_the_run(tmp_path, words, fact):
     program = f"import sys; sys.stderr.write({words!r} + chr(10)); sys.exit(1)"
     step = Step([sys.executable, "-c", program], environment={}, log=tmp_path / "logs" / "agents.log")
-    deadline = time.monotonic() + 60
-    while step.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: step.poll() is not None, "the end of the step")
     match = f"the nodes could not be started: python.*{fact}.*\nlog: "
     with pytest.raises(EnvironmentFaultError, match=match) if fact else nullcontext():
         step.check_nodes()

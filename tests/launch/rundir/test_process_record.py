@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from workplace_factory import wait_for
 
 from shardwise.launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of, write_record
 
@@ -34,10 +34,7 @@ def test_a_recorded_process_is_alive_until_it_ends_collected_or_not(is_collected
     if is_collected:
         sleeper.wait()
         assert record_of(sleeper.pid) is None
-    deadline = time.monotonic() + 10
-    while not is_collected and record.is_alive and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not record.is_alive  # a zombie, if nothing has waited for it
+    wait_for(lambda: not record.is_alive, "its end")  # as a zombie, if nothing has waited for it
     sleeper.wait()
 
 
