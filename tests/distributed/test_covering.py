@@ -1,14 +1,13 @@
 """Every pair of values of any two axes, run for real on CPU: each point trains like the plain run of the same update.
 
 The points are a covering set of what the planner's rules let a CPU run (`covering_factory`): 123 of 38,000. The first
-43, the core, hold every value; the others, and the product of some axes in fp32, belong to test-long. A point is
-compared with one process in fp32 with nothing recomputed, moved or cut, which `test_engines` compares with PyTorch.
+43, the core, hold every value; the others belong to test-long. A point is compared with one process in fp32 with
+nothing recomputed, moved or cut, which `test_engines` compares with PyTorch.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 from attempt_runs import losses_of
 from covering_factory import IN_BACKWARD, PRECISIONS, Point, core, points
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
-from outcome_file import Difference, record_differences
 from rank_factory import rank_plan, write_attempt
 
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -29,7 +27,6 @@ LISTED = Path(__file__).with_name("covering_points.txt")
 PROGRAM = "import covering_factory as c; print('\\n'.join(point.name for point in c.covering(list(c.points()))))"
 NAMES = LISTED.read_text().splitlines()
 NUM_CORE = 43
-BATCH, NUM_BATCHES = 40, 26  # points of one process group of the product
 LR = 1e-3  # differences of rounding grow with it
 EXACT, SIGNED, ORTHOGONALISED, MIXED, ROUGH = 1e-5, 1e-4, 2e-4, 2e-3, 2e-2
 LORA = LoraJob(rank=4, alpha=8.0)
@@ -97,39 +94,27 @@ def name_of(point: Point, clip: float) -> str:
     return f"{point.name}-clip{clip:g}"
 
 
-def run_points(
-    wanted: Sequence[Point], folder: Path, cache_dir: Path, nvme: Path, run_ranks: Callable[[Sequence[Path], int], None]
-) -> Path:
-    """Trains every point and every reference, many in one group of ranks; answers the folder of their runs."""
-    groups: dict[tuple[int, bool], list[Path]] = {}
-    for run in dict.fromkeys(run for point in wanted for run in runs_of(point)):
-        attempt = write_attempt(folder / name_of(*run), plan_of(*run, cache_dir, nvme))
-        groups.setdefault((run[0].num_ranks, run[0].sharding.uses_deepspeed), []).append(attempt)
-    for (num_ranks, _), attempts in groups.items():
-        run_ranks(attempts, num_ranks)
-    return folder
-
-
 @cache
 def by_name() -> dict[str, Point]:
     return {point.name: point for point in points()}
 
 
-def each_point(function):
-    marks = (pytest.mark.long, pytest.mark.timeout(1800))  # the first trains them all
-    others = [pytest.param(name, marks=marks) for name in NAMES[NUM_CORE:]]
-    return pytest.mark.parametrize("name", [*NAMES[:NUM_CORE], *others])(function)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache_dir, run_ranks, request) -> Path:
+    """Of the runs of all points that are asked for and of their references, many trained in one group of ranks."""
     items = [item for item in request.session.items if item.path == request.path and "name" in item.fixturenames]
     wanted = [by_name()[name] for name in dict.fromkeys(item.callspec.params["name"] for item in items)]
     runnable = [point for point in wanted if not (point.offload.uses_nvme and lacks_libaio())]
     if any(point.offload.uses_nvme for point in runnable):
         folder_with_operators("async_io")
     made, nvme = tmp_path_factory.mktemp("covering"), tmp_path_factory.mktemp("nvme")
-    return run_points(runnable, made, cache_dir, nvme, run_ranks)
+    groups: dict[tuple[int, bool], list[Path]] = {}
+    for run in dict.fromkeys(run for point in runnable for run in runs_of(point)):
+        attempt = write_attempt(made / name_of(*run), plan_of(*run, cache_dir, nvme))
+        groups.setdefault((run[0].num_ranks, run[0].sharding.uses_deepspeed), []).append(attempt)
+    for (num_ranks, _), attempts in groups.items():
+        run_ranks(attempts, num_ranks)
+    return made
 
 
 @pytest.fixture
@@ -140,15 +125,16 @@ def point(name: str) -> Point:
     return found
 
 
-def losses_of_both(point: Point, folder: Path) -> tuple[list[float], list[float]]:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NAMES[:NUM_CORE],
+        *(pytest.param(name, marks=(pytest.mark.long, pytest.mark.timeout(1800))) for name in NAMES[NUM_CORE:]),
+    ],
+)  # the first trains them all
+def test_a_point_trains_like_the_plain_run_of_its_update(point, folder):
     found, expected = (losses_of(folder / name_of(*run)) for run in runs_of(point))
     assert len(found) == len(expected) == num_steps_of(point)
-    return found, expected
-
-
-@each_point
-def test_a_point_trains_like_the_plain_run_of_its_update(point, folder):
-    found, expected = losses_of_both(point, folder)
     assert expected[-1] < expected[0] or point.optimizer in (Optimizer.LOMO, Optimizer.SGD)
     assert found == pytest.approx(expected, abs=tolerance(point))
 
@@ -172,36 +158,3 @@ def test_every_pair_of_values_that_can_meet_is_met_and_the_core_has_every_value_
     assert met >= {("optimizer", each) for each in Optimizer} | {("method", each) for each in Method}
     assert met >= {("checkpointing", each) for each in Checkpointing} | {("precision", each) for each in PRECISIONS}
     assert {by_name()[name].sharding for name in NAMES[:NUM_CORE]} == set(Sharding)
-
-
-@cache
-def product() -> list[Point]:
-    """Every point in fp32, with chunked logits and the most accumulation that its optimizer allows."""
-    plain = [
-        point
-        for point in points()
-        if point.precision is Precision.FP32
-        and point.loss is LossHead.CHUNKED
-        and not point.activation_offload
-        and not point.optimizer_in_backward
-    ]
-    most = {point._replace(accumulation=1): point.accumulation for point in sorted(plain)}
-    return [point._replace(accumulation=accumulation) for point, accumulation in most.items()]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(NUM_BATCHES))
-def test_every_point_trains_like_the_plain_run_of_its_update(
-    number, tmp_path: Path, cache_dir, run_ranks, record_property
-):
-    """Their differences are kept by group; the points of one differ in checkpointing alone."""
-    batch = product()[number * BATCH : (number + 1) * BATCH]
-    folder = run_points(batch, tmp_path / "runs", cache_dir, tmp_path / "nvme", run_ranks)
-    differences, recorded = {}, []
-    for point in batch:
-        found, expected = losses_of_both(point, folder)
-        differences[point] = max(abs(one - other) for one, other in zip(found, expected, strict=True))
-        group = f"{point.sharding}+{point.offload} {point.optimizer} {point.method}".replace("+none ", " ")
-        recorded.append(Difference(group, tolerance(point), differences[point]))
-    record_differences(record_property, recorded)
-    assert not {point.name: worst for point, worst in differences.items() if not worst <= tolerance(point)}

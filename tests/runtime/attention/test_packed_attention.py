@@ -51,7 +51,6 @@ CASES = [
     for implementation in ("sdpa", "eager")
     if name not in ALIBI and not (implementation == "sdpa" and config["model_type"] in WITHOUT_SDPA)
 ]
-ONE_OF_A_TYPE = [(name, "eager" if name in WITHOUT_SDPA else "sdpa") for name in TINY]
 
 
 def build(name: str, implementation: str, **settings: Any) -> PreTrainedModel:
@@ -96,28 +95,6 @@ def test_a_document_is_what_it_is_alone(name, implementation):
         for row, places in PLACES:
             alone = logits(model, ids[row : row + 1, places], None)[0]
             torch.testing.assert_close(together[row, places], alone, rtol=1e-5, atol=5e-6)
-
-
-@pytest.mark.parametrize(("name", "implementation"), ONE_OF_A_TYPE)
-def test_the_gradients_are_those_of_the_documents_one_by_one(name, implementation):
-    """The loss of packed rows and its gradients are the sums over the documents, each a row of its own."""
-    packed, single = build(name, implementation), build(name, implementation)
-    for model in (packed, single):
-        install_loss_head(model, LossHead.EAGER, chunk_tokens=None)
-    ids = rows()
-    loss = packed(input_ids=ids, labels=labels_of(ids), position_ids=POSITIONS)
-    loss.backward()
-    total = torch.zeros(())
-    for row, places in PLACES:
-        if places.stop - places.start > 1:
-            alone = ids[row : row + 1, places]
-            part = single(input_ids=alone, labels=alone)
-            part.backward()
-            total += part.detach()
-    torch.testing.assert_close(loss.detach(), total, rtol=1e-5, atol=0)
-    expected = {name: parameter.grad for name, parameter in single.named_parameters()}
-    for parameter_name, parameter in packed.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[parameter_name], rtol=1e-3, atol=2e-4)
 
 
 def test_bounds_that_are_lost_on_the_way_stop_the_run():

@@ -107,19 +107,6 @@ def test_weights_of_another_model_are_refused(tiny, newest, tmp_path, change, fa
         import_weights(model, newest(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("saved", "wanted", "fact"),
-    [
-        ("foreach", "amsgrad", "the optimizer of this job keeps exp_avg, exp_avg_sq, max_exp_avg_sq"),
-        ("momentum", "sgd", "holds momentum_buffer, the optimizer of this job keeps nothing"),
-    ],
-)
-def test_state_of_another_optimizer_is_refused(tiny, newest, tmp_path, saved, wanted, fact):
-    tiny.save(tmp_path, *build(tiny, saved, steps=1), 1)
-    with pytest.raises(InputError, match=fact):
-        tiny.resume(newest(tmp_path), wanted)
-
-
 def test_freezing_or_thawing_on_resume_is_refused(tiny, newest, tmp_path):
     model, optimizer = build(tiny, steps=1)
     tiny.save(tmp_path, model, optimizer, 1)

@@ -3,7 +3,6 @@
     python tiny_run.py crash ROOT NAME ...        one child for each waiting-POINT or background-POINT, killed there
     python tiny_run.py ranks ROOT                 two gloo ranks through every case, results in ROOT/results-R.json
     python tiny_run.py background-ranks ROOT      the same, training on while they save
-    python tiny_run.py lost-rank ROOT             two gloo ranks, the second killed in the middle of its file
     python tiny_run.py reference ROOT             two ranks that are never killed; ROOT/digests.json: the state by step
     python tiny_run.py kill ROOT SEED ...         one or both of two ranks killed at a random moment, and resumed
 
@@ -255,19 +254,11 @@ def _ranks(root: Path, case: Callable[[Ranks, Path], dict[str, object]]) -> None
 
 
 def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
-    """ROOT/single holds a checkpoint of step 3 that one process saved."""
     results: dict[str, object] = {}
-    skipped: list[str] = []
-    checkpoint = find_checkpoint(root / "single", on_skip=skipped.append, ranks=ranks)
-    plain = build_model(seed=40 + ranks.rank)
-    import_weights(plain, checkpoint)
+    plain = build_model(seed=40)
     model = DistributedDataParallel(plain)
     optimizer = build_optimizer(plain)
-    import_state(model, optimizer, checkpoint, sharding=Sharding.DDP)
-    results["skipped"] = skipped
-    results["imported"] = state_digest(model, optimizer, sharding=Sharding.DDP)
-    results["losses"] = train(model, optimizer, start=3, stop=6, rank=ranks.rank, world_size=2)
-    results["trained"] = state_digest(model, optimizer, sharding=Sharding.DDP)
+    train(model, optimizer, start=0, stop=1, rank=ranks.rank, world_size=2)
 
     def attempt(step: int, optimizer: object = optimizer) -> str:
         try:
@@ -290,6 +281,11 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     norm.data.copy_(before)
     results["unknown_optimizer"] = attempt(9, optimizer=torch.optim.RMSprop(plain.parameters()))
     results["left"] = names(root / "ddp")
+    (root / "ddp" / "step-00000009").mkdir(exist_ok=True)
+    ranks.barrier()
+    skipped: list[str] = []
+    find_checkpoint(root / "ddp", on_skip=skipped.append, ranks=ranks)
+    results["skipped"] = skipped
     results["after"] = attempt(10)
     if ranks.is_first:
         shutil.rmtree(root / "ddp" / "step-00000010")
@@ -299,11 +295,6 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     results["exchanged"] = [content.decode() for content in ranks.exchange(b"x" * ranks.rank)]
     results["gathered"] = [content.decode() for content in ranks.gather(b"y" * (2 - ranks.rank))]
     return results
-
-
-def _lost_rank(ranks: Ranks, root: Path) -> dict[str, object]:
-    run_until(root / "ddp", 4, ranks=ranks, on_point_of_4=_die_at("mid-file") if ranks.rank == 1 else _ignore)
-    return {}
 
 
 def _background_ranks(ranks: Ranks, root: Path) -> dict[str, object]:
@@ -402,7 +393,7 @@ def _fail(line: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     command, root, *rest = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
-    cases = {"ranks": _every_case, "background-ranks": _background_ranks, "lost-rank": _lost_rank}
+    cases = {"ranks": _every_case, "background-ranks": _background_ranks}
     if command == "crash":
         _crash(root, rest)
     elif command == "reference":

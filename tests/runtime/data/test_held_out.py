@@ -12,7 +12,6 @@ from prepare_request_factory import listed_request, numbered_text
 from shardwise.trainer.runtime.data.prepare import prepare
 from shardwise.trainer.runtime.data.sources import Chat, Completion, Preference, TokenIds
 from shardwise.trainer.runtime.data.sources.scan import Block, Split, SplitSearch, content_hash, units
-from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sources import DataSource
 
 
@@ -74,12 +73,6 @@ def test_two_pieces_are_enough_for_both_sides(share):
     assert sides == {True, False}
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 3.0])
-def test_a_share_that_leaves_a_side_empty_is_refused(share):
-    with pytest.raises(InputError, match=rf"data\.eval: {share:.0%} .*0%.*100%"):
-        SplitSearch(share)
-
-
 def test_a_document_in_blocks_opens_again_on_the_other_side_alone():
     contents = [f"{number}\n" for number in range(60)]
     blocks = [Block(content, 1.0, opens_document=content == "0\n", where="") for content in contents]
@@ -120,10 +113,3 @@ def test_held_out_rows_that_are_learned_are_counted_and_left_out_on_request(tmp_
     assert (dropped.num_rows, dropped.num_eval_rows, dropped.num_eval_copies) == (90, 40, 0)
     assert any("11 rows of data.train are also in data.eval" in note for note in dropped.notes)
     assert learned.fingerprint != dropped.fingerprint
-
-
-def test_a_stream_cannot_leave_copies_out(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
-    request = listed_request(tmp_path / "a.jsonl", cache_root=tmp_path, drop_copies=True, window_bytes=1000)
-    with pytest.raises(InputError, match=r"data\.drop_copies"):
-        prepare(request, lambda line: None)

@@ -213,6 +213,8 @@ REFUSED = [
     ("blank.txt", b" \n \n", {}, ["data.train: ", "blank.txt"]),
     ("one.txt", b"line\n" * 20, {"eval_share": 0.01}, ["data.eval", "one piece"]),
     ("a.txt", GOOD, {"seq_len": 1}, ["train.seq_len", "no target"]),
+    *(("a.txt", GOOD, {"eval_share": share}, [f"data.eval: {share:.0%} "]) for share in (0.0, 1.0, -0.1)),
+    ("a.txt", GOOD, {"drop_copies": True, "window_bytes": 1000}, ["data.drop_copies"]),
     ("a.txt", GOOD, {"tokenizer": "/no/such"}, ["model.tokenizer: /no/such is not a folder"]),
     ("a.txt", GOOD, {"loss_on": LossOn.ASSISTANT}, ["data.loss_on: assistant", "rows are text"]),
     ("a.jsonl", b'{"chosen": "a b", "rejected": "a c"}\n', {"packing": True}, ["data.packing: pairs"]),

@@ -97,21 +97,10 @@ def test_a_folder_of_vocabulary_and_merges_is_converted(trained, tmp_path):
         assert load_tokenizer(folder).encode(SAMPLES[:2]) == trained.encode(SAMPLES[:2])
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "fact"),
-    [
-        ("tokenizer.json", "{}", r"tokenizer\.json: is not a tokenizer"),
-        ("tokenizer_config.json", "{", r"tokenizer_config\.json: is not valid JSON"),
-        ("tokenizer.json", None, "holds no tokenizer"),
-    ],
-)
-def test_a_damaged_tokenizer_is_an_input_error_that_names_the_file(folder, name, content, fact):
-    if content is None:
+def test_a_folder_without_a_tokenizer_or_the_token_that_ends_texts_is_an_input_error(folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-        (folder / "tokenizer_config.json").unlink()
-    else:
-        (folder / name).write_text(content)
-    with pytest.raises(InputError, match=fact):
+    with pytest.raises(InputError, match="holds no tokenizer"):
         load_tokenizer(folder)
     with pytest.raises(InputError, match='add "eos_token"'):
         load_tokenizer(llama_like(folder / "t", eos=None))

@@ -1,9 +1,12 @@
 """The rule of a model's logits follows from its own forward; without one the loss is made from its own logits."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from architecture_factory import TINY
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -52,12 +55,32 @@ def test_the_rule_of_logits_is_that_of_the_model_and_every_head_follows_it(name)
     assert (found is None) == (rule is None)
     if found is not None and rule is not None:
         assert found.scale == pytest.approx(rule.scale, rel=1e-6) and found.softcap == pytest.approx(rule.softcap)
-    expected = model(input_ids=IDS, use_cache=False).logits
-    for head in (LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED)[: 1 if rule is None else 3]:
-        model = with_fields(name, **fields)
+    check_heads(partial(with_fields, name, **fields), has_rule=rule is not None)
+
+
+@pytest.mark.parametrize("name", sorted(TINY.keys() - RULES.keys()))
+def test_every_head_of_a_type_has_the_loss_and_the_gradients_of_its_logits(name):
+    check_heads(partial(model_of, name), has_rule=True)
+
+
+def check_heads(make: Callable[[], PreTrainedModel], *, has_rule: bool) -> None:
+    """Loss and gradients are those of cross-entropy of the logits that the model has without a head of ours."""
+    plain = make()
+    expected = plain(input_ids=IDS, use_cache=False).logits
+    total = token_losses(expected).sum()
+    total.backward()
+    gradients = {name: weight.grad for name, weight in plain.named_parameters() if weight.grad is not None}
+    for head in (LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED)[: 3 if has_rule else 1]:
+        model = make()
         install_loss_head(model, head, chunk_tokens=7)
         torch.testing.assert_close(outputs(model, LossOutput.LOGITS), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(outputs(model, LossOutput.SUM), token_losses(expected).sum(), rtol=1e-5, atol=0)
+        loss = outputs(model, LossOutput.SUM)
+        torch.testing.assert_close(loss, total, rtol=1e-5, atol=0)
+        loss.backward()
+        for name, gradient in gradients.items():
+            close = 1e-5 * max(1.0, float(gradient.abs().max()))
+            found = model.get_parameter(name).grad
+            torch.testing.assert_close(found, gradient, rtol=1e-3, atol=close, msg=f"{head}, {name}: {{}}".format)
 
 
 def outputs(model: PreTrainedModel, output: LossOutput) -> Tensor:
@@ -170,6 +193,12 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config)
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def test_a_loss_that_balances_experts_is_refused_rather_than_left_out():
+    model = with_fields("mixtral", output_router_logits=True)
+    with pytest.raises(InputError, match="output_router_logits"):
+        install_loss_head(model, LossHead.EAGER, chunk_tokens=None)
 
 
 def test_a_head_that_multiplies_hidden_states_is_refused_for_logits_of_the_models_own():
