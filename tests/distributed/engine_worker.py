@@ -1,11 +1,12 @@
 """One rank that runs attempts one after another in one process, as `trainer.__main__` runs one.
 
-    rank_launch.py NUM_RANKS engine_worker.py PLAN.json[@RUN_DIR[~STEP]][#STEP][:note] [...]
+    rank_launch.py NUM_RANKS engine_worker.py PLAN.json[@RUN_DIR[~STEP]][#STEP][:note | :FAULT] [...]
 
 Of `PLAN.json@RUN_DIR` the newest checkpoint of RUN_DIR, or that of a step, is loaded and saved again at once, by the
 engine of this plan, in the plan's own run directory; then the plan is trained on from there. With `#STEP` the last
 rank, and no other, asks for a stop after that step. It leaves `engaged-RANK.json` beside each plan, `incidents.json` in
-the run directory, and with `:note` what reached the model (`Notes`). Importing the libraries takes longer than
+the run directory, and with `:note` what reached the model (`Notes`). With a fault (`faults_of_ranks`) it leaves
+`ended-RANK.json`: the last step, the lines on the first steps, and the error. Importing the libraries takes longer than
 training, so attempts share a process.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from faults_of_ranks import FAULTS, RANK, WORLD_SIZE
 from rank_process import assert_as_planned, attempt, end_group
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -30,13 +32,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.loop.course import train
-from shardwise.trainer.runtime.run.state import ReportWriter, RunPaths, RunState, run_paths
+from shardwise.trainer.runtime.run.state import IncidentKind, ReportWriter, RunPaths, RunState, run_paths
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
 
 LIMIT_S = 120  # of an attempt; ranks that wait for each other for ever end with their group
-RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def main(arguments: list[str]) -> None:
@@ -46,6 +48,9 @@ def main(arguments: list[str]) -> None:
         plan_path, _, source = name.partition("@")
         path, plan = Path(plan_path), codec.read(Path(plan_path), Plan)
         paths = run_paths(path, started_at=datetime.now(UTC))
+        if kind in FAULTS:
+            run_with_fault(kind, plan, paths)
+            continue
         if source:
             run(plan, msgspec.structs.replace(paths, resume_dir=left(*source.split("~"))), last=0)
         with noting(path) if kind else nullcontext():
@@ -80,6 +85,17 @@ def run(plan: Plan, paths: RunPaths, *, last: int) -> None:
         retained = paths.run_dir / "incidents.json"
         known = json.loads(retained.read_text()) if retained.exists() else []
         retained.write_text(json.dumps(known + state.incidents))
+
+
+def run_with_fault(fault: str, plan: Plan, paths: RunPaths) -> None:
+    state, error = RunState(), ""
+    with attempt(), FAULTS[fault]():
+        try:
+            train(plan, paths, ReportWriter(paths, rank=RANK), state, lambda: False)
+        except EnvironmentFaultError as raised:
+            error = str(raised)
+    ended = {"step": state.step, "lines": state.log.texts_of(IncidentKind.FIRST_STEPS), "error": error}
+    (paths.plan_dir / f"ended-{RANK}.json").write_text(json.dumps(ended))
 
 
 class Notes:

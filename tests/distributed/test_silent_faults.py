@@ -34,7 +34,7 @@ def runs(tmp_path_factory, run_dirs) -> Callable[[tuple[str, Sharding]], Path]:
     rows = write_rows(tmp_path_factory.mktemp("even") / "rows", shortest=48, num_rows=200, is_grouped=False)
     return run_dirs(
         lambda case, _: rank_plan(rows, case[1], num_ranks=NUM_RANKS, num_steps=NUM_STEPS, micro_batch=2, clip=100.0),
-        tuple(CASES), worker="faulty_worker.py", kind=lambda case: f":{case[0]}",
+        tuple(CASES), kind=lambda case: f":{case[0]}",
     )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import torch
 import yaml
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
-CANARY_WORKER = Path(__file__).parent / "canary_worker.py"
 FAKE_TE = Path(__file__).parents[1] / "factories" / "fake_te"
 LEDGER = Path(__file__).parents[2] / "docs" / "workarounds.md"
 TIMEOUT_S = 600
@@ -31,23 +30,54 @@ def run_python(code: str, cwd: Path | None = None, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def canary(start_ranks):
+# What shardwise does, without its workarounds, on two gloo ranks.
+FSDP_ON_CPU = """
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import ParallelismConfig
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True)
+accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+model = torch.nn.Linear(4, 4)
+wrapped, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+print("engine:", type(wrapped).__name__)
+AcceleratorState._reset_state(reset_partial_state=True)
+try:
+    Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=2))
+except ValueError as error:
+    print("refused:", error)
+torch.distributed.destroy_process_group()
+"""
+DEEPSPEED_WITHOUT_BACKEND = """
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed, torch
+from accelerate import Accelerator, DeepSpeedPlugin
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+print("counted:", accelerator.num_processes, "of", torch.distributed.get_world_size())
+torch.distributed.destroy_process_group()
+"""
 
-    def run(name: str) -> dict[str, object]:
-        output = start_ranks([str(CANARY_WORKER), name], 2)
-        return json.loads(re.findall(r"^canary: (.*)$", output, re.MULTILINE)[0])
+
+@pytest.fixture
+def on_two_ranks(start_ranks, tmp_path):
+
+    def run(code: str) -> str:
+        (tmp_path / "canary.py").write_text(code)
+        return start_ranks([str(tmp_path / "canary.py")], 2)
 
     return run
 
 
-def test_w1_accelerate_drops_the_fsdp_plugin_of_cpu_ranks_and_refuses_their_mesh(canary):
-    answer = canary("fsdp")
-    assert answer["engine"] == "DistributedDataParallel" and "only compatible" in answer["refused"]
+def test_w1_accelerate_drops_the_fsdp_plugin_of_cpu_ranks_and_refuses_their_mesh(on_two_ranks):
+    printed = on_two_ranks(FSDP_ON_CPU)
+    assert "engine: DistributedDataParallel" in printed and re.search("refused: .*only compatible", printed)
 
 
-def test_w2_accelerate_counts_one_deepspeed_rank_where_gloo_is_not_named(canary):
-    assert canary("deepspeed") == {"num_processes": 1, "started": 2}
+def test_w2_accelerate_counts_one_deepspeed_rank_where_gloo_is_not_named(on_two_ranks):
+    assert "counted: 1 of 2" in on_two_ranks(DEEPSPEED_WITHOUT_BACKEND)
 
 
 @pytest.fixture(scope="module")

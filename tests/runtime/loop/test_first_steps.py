@@ -68,19 +68,6 @@ def test_a_silent_fault_is_named_before_step_5(name, tmp_path, cache_dir):
         assert "train.check_first_steps=false" in str(found.error)
 
 
-@pytest.mark.long
-@pytest.mark.products
-def test_a_checkpoint_that_is_passed_over_is_said_with_the_first_step_of_the_resume(tmp_path, cache_dir):
-    plan = plan_of(cache_dir, checkpoint_every_steps=2, num_steps=6)
-    run_attempt(tmp_path / "run", plan, wants_stop=lambda state: state.step == 4)
-    shard = next((tmp_path / "run" / "checkpoints" / "step-00000004").glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    run_attempt(tmp_path / "run", replace(plan, resume=True), number=2)
-    first = next(line for line in metrics_of(tmp_path / "run") if line["attempt"] == 2)
-    assert first["step"] == 3 and len(first["incidents"]) == 1
-    assert first["incidents"][0].startswith("step-00000004 is damaged and was passed over")
-
-
 EXPERTS = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 OF_MIXTURE = {"model_config": EXPERTS, "sequences_per_step": 16, "micro_batch": 8}
 

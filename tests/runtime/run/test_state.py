@@ -1,6 +1,5 @@
 """Which steps are not taken and whose rows a step learns from; where a rank writes, also on a second attempt."""
 
-import json
 import math
 import os
 import signal
@@ -16,12 +15,9 @@ import pytest
 from report_factory import make_report
 
 from shardwise.launch.rundir.process_record import launcher_record, read_state, record_of, write_record
-from shardwise.trainer.runtime.loop.metrics import MetricsFile, StepMetrics
 from shardwise.trainer.runtime.run import state
 from shardwise.trainer.runtime.run.process import install_stop_flag
-from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.messages.rank_files import SUPERVISED
-from shardwise.trainer.spec.report import Report
 
 LOSSES = tuple(2.0 + 0.25 * math.sin(step) for step in range(state.LEAST_STEPS))
 NORMS = tuple(0.5 + 0.125 * math.cos(step) for step in range(state.LEAST_STEPS))
@@ -98,12 +94,6 @@ def test_a_step_learns_from_its_own_rows_unless_rows_were_passed_over():
 NOW = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-@pytest.fixture
-def paths(tmp_path):
-    (tmp_path / "attempts" / "3").mkdir(parents=True)
-    return state.run_paths(tmp_path / "attempts" / "3" / "plan.json", started_at=NOW)
-
-
 def test_ranks_of_one_launcher_agree_on_when_it_started():
     imported = "from shardwise.trainer.runtime.run.state import start_of_launch"
     code = f"{imported}; print(start_of_launch(world_size=2).timestamp())"
@@ -113,42 +103,17 @@ def test_ranks_of_one_launcher_agree_on_when_it_started():
     assert timedelta(0) <= datetime.now(UTC) - state.start_of_launch(world_size=1) < timedelta(hours=12)
 
 
-def test_paths_follow_from_the_plan_and_each_rank_has_a_report_of_its_own(paths, tmp_path):
-    for rank in (0, 2):
-        writer = state.ReportWriter(paths, rank=rank)
-        writer.write_report(make_report())
-        writer.write_status(f"rank {rank}", step=rank)
-    assert sorted(path.name for path in paths.attempt_dir.glob("report*")) == ["report-rank-2.json", "report.json"]
-    assert codec.read(paths.attempt_dir / "report.json", Report) == make_report()
-    assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "rank 0", "step": 0}
+def test_each_rank_has_a_report_of_its_own_and_an_attempt_that_is_started_again_a_folder(tmp_path):
     folder = tmp_path / "attempts" / "3"
-    assert (paths.run_dir, paths.attempt, paths.is_again) == (tmp_path, 3, False)
-    assert paths.attempt_dir == paths.plan_dir == folder
-    (folder / "report.json").write_text("{}")
-    paths, again = state.run_paths(folder / "plan.json", started_at=NOW), folder / "again-20300102-030405"
-    assert paths.is_again and paths.attempt_dir == paths.run_dir == again
-    assert paths.resume_dir == tmp_path and paths.plan_dir == folder
-
-
-def line(step: int) -> StepMetrics:
-    return StepMetrics(
-        step=step, attempt=1, epoch=0.5, tokens=10, targets=9, loss=2.0, lr=0.1, grad_norm=None, step_s=1.0, data_s=0.0,
-        forward_s=0.4, backward_s=0.5, optimizer_s=0.1, tokens_per_s=10.0, tokens_per_s_per_gpu=10.0, targets_per_s=9.0,
-        host_rss_bytes=5,
-    )  # fmt: skip
-
-
-def test_metrics_are_appended_line_by_line_on_one_rank_and_leave_out_what_was_not_measured(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path, is_writer=False) as metrics:
-        metrics.append(line(1))
-    assert not path.exists()
-    for step in (1, 2):
-        with MetricsFile(path, is_writer=True) as metrics:
-            metrics.append(line(step))
-            lines = [json.loads(each) for each in path.read_text().splitlines()]
-            assert [each["step"] for each in lines] == list(range(1, step + 1)), "a watcher reads it at once"
-    assert "eval_loss" not in lines[0] and "mfu" not in lines[0] and lines[0]["grad_norm"] is None
+    folder.mkdir(parents=True)
+    paths = state.run_paths(folder / "plan.json", started_at=NOW)
+    for rank in (0, 2):
+        state.ReportWriter(paths, rank=rank).write_report(make_report())
+    assert sorted(path.name for path in folder.iterdir()) == ["report-rank-2.json", "report.json"]
+    assert (paths.run_dir, paths.attempt, paths.attempt_dir, paths.is_again) == (tmp_path, 3, folder, False)
+    again = state.run_paths(folder / "plan.json", started_at=NOW)
+    assert again.attempt_dir == again.run_dir == folder / "again-20300102-030405"
+    assert again.is_again and again.resume_dir == tmp_path and again.plan_dir == folder
 
 
 @pytest.fixture(autouse=True)

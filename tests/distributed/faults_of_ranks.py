@@ -1,34 +1,20 @@
-"""One rank of runs that have a silent fault which only several ranks can have.
+"""Silent faults that only several ranks can have, by the kind that `engine_worker` is given."""
 
-    rank_launch.py NUM_RANKS faulty_worker.py PLAN.json:FAULT [...]
-
-Next to each plan it writes `ended-RANK.json`: the last step, the lines on the first steps, and the error.
-"""
-
-import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from rank_process import attempt, end_group
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.trainer.runtime.data import batches
 from shardwise.trainer.runtime.loop import course
-from shardwise.trainer.runtime.run.state import IncidentKind, ReportWriter, RunState, run_paths
-from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.errors import EnvironmentFaultError
-from shardwise.trainer.spec.plan import Plan
 
-RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rows_of_first_rank() -> AbstractContextManager[object]:
@@ -84,22 +70,3 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "twice": gradient_averaged_twice,
     "shard": gradient_of_next_rank,
 }
-
-
-def main(arguments: list[str]) -> None:
-    for argument in arguments:
-        name, _, fault = argument.partition(":")
-        path, state, error = Path(name), RunState(), ""
-        paths = run_paths(path, started_at=datetime.now(UTC))
-        with attempt(), FAULTS[fault]():
-            try:
-                course.train(codec.read(path, Plan), paths, ReportWriter(paths, rank=RANK), state, lambda: False)
-            except EnvironmentFaultError as raised:
-                error = str(raised)
-        ended = {"step": state.step, "lines": state.log.texts_of(IncidentKind.FIRST_STEPS), "error": error}
-        path.with_name(f"ended-{RANK}.json").write_text(json.dumps(ended))
-    end_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
