@@ -8,14 +8,14 @@ nothing recomputed, moved or cut, which `test_engines` compares with PyTorch.
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 from attempt_runs import losses_of
 from covering_factory import IN_BACKWARD, PRECISIONS, Point, core, points
-from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
-from rank_factory import rank_plan, write_attempt
+from rank_factory import rank_plan
 
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
@@ -27,6 +27,7 @@ LISTED = Path(__file__).with_name("covering_points.txt")
 PROGRAM = "import covering_factory as c; print('\\n'.join(point.name for point in c.covering(list(c.points()))))"
 NAMES = LISTED.read_text().splitlines()
 NUM_CORE = 43
+LONG = (pytest.mark.long, pytest.mark.timeout(1800))  # the first trains them all
 LR = 1e-3  # differences of rounding grow with it
 EXACT, SIGNED, ORTHOGONALISED, MIXED, ROUGH = 1e-5, 1e-4, 2e-4, 2e-3, 2e-2
 LORA = LoraJob(rank=4, alpha=8.0)
@@ -90,50 +91,26 @@ def tolerance(point: Point) -> float:
     return 2 * ROUGH if point.optimizer in STEP_BY_SHARE else ROUGH
 
 
-def name_of(point: Point, clip: float) -> str:
-    return f"{point.name}-clip{clip:g}"
-
-
 @cache
 def by_name() -> dict[str, Point]:
     return {point.name: point for point in points()}
 
 
+def runs_of_points(names: Sequence[str]) -> list[tuple[Point, float]]:
+    return [run for name in names for run in runs_of(by_name()[name])]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, cache_dir, run_ranks, request) -> Path:
-    """Of the runs of all points that are asked for and of their references, many trained in one group of ranks."""
-    items = [item for item in request.session.items if item.path == request.path and "name" in item.fixturenames]
-    wanted = [by_name()[name] for name in dict.fromkeys(item.callspec.params["name"] for item in items)]
-    runnable = [point for point in wanted if not (point.offload.uses_nvme and lacks_libaio())]
-    if any(point.offload.uses_nvme for point in runnable):
-        folder_with_operators("async_io")
-    made, nvme = tmp_path_factory.mktemp("covering"), tmp_path_factory.mktemp("nvme")
-    groups: dict[tuple[int, bool], list[Path]] = {}
-    for run in dict.fromkeys(run for point in runnable for run in runs_of(point)):
-        attempt = write_attempt(made / name_of(*run), plan_of(*run, cache_dir, nvme))
-        groups.setdefault((run[0].num_ranks, run[0].sharding.uses_deepspeed), []).append(attempt)
-    for (num_ranks, _), attempts in groups.items():
-        run_ranks(attempts, num_ranks)
-    return made
+def run_dir_of(run_dirs, cache_dir, tmp_path_factory) -> Callable[[tuple[Point, float]], Path]:
+    nvme, first = tmp_path_factory.mktemp("nvme"), runs_of_points(NAMES[:NUM_CORE])
+    others = [run for run in runs_of_points(NAMES[NUM_CORE:]) if run not in first]
+    return run_dirs(lambda run, _: plan_of(*run, cache_dir, nvme), first, others)
 
 
-@pytest.fixture
-def point(name: str) -> Point:
-    found = by_name()[name]
-    if found.offload.uses_nvme and lacks_libaio():
-        pytest.skip(NO_LIBAIO)
-    return found
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *NAMES[:NUM_CORE],
-        *(pytest.param(name, marks=(pytest.mark.long, pytest.mark.timeout(1800))) for name in NAMES[NUM_CORE:]),
-    ],
-)  # the first trains them all
-def test_a_point_trains_like_the_plain_run_of_its_update(point, folder):
-    found, expected = (losses_of(folder / name_of(*run)) for run in runs_of(point))
+@pytest.mark.parametrize("name", [*NAMES[:NUM_CORE], *(pytest.param(each, marks=LONG) for each in NAMES[NUM_CORE:])])
+def test_a_point_trains_like_the_plain_run_of_its_update(name, run_dir_of):
+    point = by_name()[name]
+    found, expected = (losses_of(run_dir_of(run)) for run in runs_of(point))
     assert len(found) == len(expected) == num_steps_of(point)
     assert expected[-1] < expected[0] or point.optimizer in (Optimizer.LOMO, Optimizer.SGD)
     assert found == pytest.approx(expected, abs=tolerance(point))

@@ -34,6 +34,9 @@ class Point(NamedTuple):
     activation_offload: bool
     optimizer_in_backward: bool
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def num_ranks(self) -> int:
         return {Sharding.NONE: 1, Sharding.HSDP: 4}.get(self.sharding, 2)
