@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"method": Method.LORA},
     "full": {"micro_batch": 3},  # so that the last round of the rows leaves dummies among those of a rank
     "fused": {"method": Method.LORA, "loss": LossHead.FUSED},
-    "resumed": {"num_steps": NUM_STEPS // 2},
     "handed": {"num_steps": NUM_STEPS // 2},
     "stalled": {"method": Method.LORA, "lr": 0.0, "eval_every_steps": 1, "early_stop": 2},
 }
-TORCH = ((Sharding.DDP, "full"), (Sharding.DDP, "resumed"), (Sharding.FSDP, "lora"), (Sharding.FSDP, "full"))
-STALLED = ((Sharding.FSDP, "stalled"),)
+ALONE = ((Sharding.NONE, "lora"), (Sharding.NONE, "full"))
+TORCH = ((Sharding.DDP, "full"), (Sharding.FSDP, "lora"), (Sharding.FSDP, "full"))
+STALLED, HANDED = (Sharding.FSDP, "stalled"), (Sharding.DDP, "handed")
 ZERO = ((Sharding.ZERO3, "fused"), (Sharding.ZERO3, "full"))
 
 
@@ -45,8 +44,9 @@ def each(runs: Sequence[tuple[Sharding, str]]):
     return pytest.mark.parametrize(("sharding", "kind"), runs, ids=[f"{sharding}-{kind}" for sharding, kind in runs])
 
 
-def plan_of(cache_dir: Path, sharding: Sharding, kind: str, num_ranks: int, **changes: Any) -> Plan:
-    settings = {"num_steps": NUM_STEPS, "eval_every_steps": 2, "lr": 5e-3, "micro_batch": 2, **KINDS[kind], **changes}
+def plan_of(cache_dir: Path, sharding: Sharding, kind: str) -> Plan:
+    num_ranks = 1 if sharding is Sharding.NONE else 2
+    settings = {"num_steps": NUM_STEPS, "eval_every_steps": 2, "lr": 5e-3, "micro_batch": 2, **KINDS[kind]}
     return pair_plan(cache_dir, sharding, num_ranks=num_ranks, accumulation=4 // num_ranks, train=LORA, **settings)
 
 
@@ -56,35 +56,9 @@ def pairs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, pairs, run_ranks) -> Callable[[Sharding, str], Path]:
-    """The folder of a run; those of one library are trained in one group of ranks, the first time one is asked for."""
-    folder = tmp_path_factory.mktemp("dpo")
-
-    def begun(wanted: Sequence[tuple[Sharding, str]], num_ranks: int) -> list[Path]:
-        return [write_attempt(folder / f"{run[0]}-{run[1]}", plan_of(pairs, *run, num_ranks)) for run in wanted]
-
-    def onward(kind: str, sharding: Sharding, num_ranks: int) -> Path:
-        plan = replace(plan_of(pairs, sharding, "full", num_ranks), resume=True)
-        return write_attempt(folder / f"{Sharding.DDP}-{kind}", plan, number=2)
-
-    @cache
-    def train(group: str) -> None:
-        if group == "zero":
-            run_ranks(begun(ZERO, 2), 2)
-        elif group == "torch":
-            two = begun((*TORCH, *STALLED, (Sharding.DDP, "handed")), 2)
-            run_ranks([*two, onward("resumed", Sharding.DDP, 2)], 2)
-        else:
-            train("torch")
-            alone = begun([(Sharding.NONE, "lora"), (Sharding.NONE, "full")], 1)
-            run_ranks([*alone, onward("handed", Sharding.NONE, 1)], 1)
-
-    def run_dir(sharding: Sharding, kind: str) -> Path:
-        is_alone = sharding is Sharding.NONE or kind == "handed"
-        train("one" if is_alone else "zero" if sharding.uses_deepspeed else "torch")
-        return folder / f"{sharding}-{kind}"
-
-    return run_dir
+def runs(run_dirs, pairs) -> Callable[[Sharding, str], Path]:
+    run_dir_of = run_dirs(lambda run, _: plan_of(pairs, *run), (*ALONE, *TORCH, STALLED, HANDED, *ZERO))
+    return lambda sharding, kind: run_dir_of((sharding, kind))
 
 
 def column(run_dir: Path, name: str) -> list[float]:
@@ -94,7 +68,7 @@ def column(run_dir: Path, name: str) -> list[float]:
 @pytest.fixture(scope="module")
 def base_logps(pairs) -> list[float]:
     """Mean log-probability of each step's chosen answers under the plain base, by transformers' own logits."""
-    plan = plan_of(pairs, Sharding.NONE, "full", 1)
+    plan = plan_of(pairs, Sharding.NONE, "full")
     model, rows, found = build_model(plan).eval(), TokenRows.open(pairs, "train"), []
     for step in range(NUM_STEPS):
         (batch,), num_pairs = step_micro_batches(
@@ -130,10 +104,9 @@ def test_the_reference_is_the_plain_base(sharding, kind, runs, base_logps):
         np.testing.assert_allclose(found["logps"], alone["logps"], rtol=1e-6)
 
 
-@each(STALLED)
-def test_all_ranks_end_early_together_and_the_best_is_exported(sharding, kind, runs):
+def test_all_ranks_end_early_together_and_the_best_is_exported(runs):
     """At a rate of 0 the first evaluation is the best: two more, and the run ends at step 3 of 4."""
-    run_dir = runs(sharding, kind)
+    run_dir = runs(*STALLED)
     assert len(column(run_dir, "loss")) == 3 < NUM_STEPS
     assert len(set(column(run_dir, "eval_loss"))) == 1
     assert (run_dir / "attempts" / "1" / "engaged-1.json").exists(), "the other rank came to its end as well"
@@ -143,7 +116,8 @@ def test_all_ranks_end_early_together_and_the_best_is_exported(sharding, kind, r
     assert steps == ["step-00000001", "step-00000003"]
 
 
-def test_one_process_goes_on_with_the_reference_of_two_ranks(runs):
-    run_dir, alone = runs(Sharding.DDP, "handed"), runs(Sharding.NONE, "full")
+def test_one_process_goes_on_with_the_reference_of_two_ranks(runs, pairs, run_ranks):
+    run_dir, alone = runs(*HANDED), runs(Sharding.NONE, "full")
+    run_ranks([write_attempt(run_dir, replace(plan_of(pairs, Sharding.NONE, "full"), resume=True), number=2)], 1)
     assert (run_dir / "attempts" / "2" / "engaged-0.json").exists()
     assert column(run_dir, "loss") == pytest.approx(column(alone, "loss"), abs=EXACT)
