@@ -26,10 +26,6 @@ class Case(NamedTuple):
     moves: bool = False
     compiles: bool | None = None  # None: attention drops, which compiled blocks draw otherwise
 
-    @property
-    def num_ranks(self) -> int:
-        return {Sharding.NONE: 1, Sharding.HSDP: 4}.get(self.sharding, 2)
-
 
 REFERENCE = Case(Sharding.NONE)
 CASES = (
@@ -53,8 +49,8 @@ FACTS = {
 
 def plan_of(case: Case, cache_dir: Path):
     return rank_plan(
-        cache_dir, case.sharding, num_ranks=case.num_ranks, num_steps=NUM_STEPS, loss=LossHead.CHUNKED,
-        micro_batch=1 if case.num_ranks == 4 else 2, accumulation=4 if case.num_ranks == 1 else 2,
+        cache_dir, case.sharding, num_steps=NUM_STEPS, loss=LossHead.CHUNKED,
+        micro_batch=1 if case.sharding is Sharding.HSDP else 2, accumulation=4 if case == REFERENCE else 2,
         model_config=MODEL if case.compiles is None else {**MODEL, "attention_dropout": 0.0},
         checkpointing=case.checkpointing, checkpoint_every_n=2 if case.checkpointing is EVERY_N else None,
         activation_offload=case.moves, compile=bool(case.compiles),

@@ -11,7 +11,7 @@ import torch
 from attempt_runs import metrics_of
 from msgspec.structs import replace
 from pair_factory import pair_plan, write_pairs
-from rank_factory import SEED, write_attempt
+from rank_factory import SEED, ranks_of, write_attempt
 from safetensors.numpy import load_file
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
@@ -45,9 +45,8 @@ def each(runs: Sequence[tuple[Sharding, str]]):
 
 
 def plan_of(cache_dir: Path, sharding: Sharding, kind: str) -> Plan:
-    num_ranks = 1 if sharding is Sharding.NONE else 2
     settings = {"num_steps": NUM_STEPS, "eval_every_steps": 2, "lr": 5e-3, "micro_batch": 2, **KINDS[kind]}
-    return pair_plan(cache_dir, sharding, num_ranks=num_ranks, accumulation=4 // num_ranks, train=LORA, **settings)
+    return pair_plan(cache_dir, sharding, accumulation=4 // ranks_of(sharding), train=LORA, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from attempt_runs import engaged_of, metrics_of
 from msgspec.structs import replace
 from plain_training import plain_model
-from rank_factory import NUM_EVAL_ROWS, NUM_STEPS, rank_plan
+from rank_factory import NUM_EVAL_ROWS, NUM_STEPS, rank_plan, ranks_of
 from torch.nn import functional
 
 from shardwise.trainer.runtime.data.batches import eval_micro_batches
@@ -46,11 +46,8 @@ def plan_of(case: str, cache_dir: Path) -> Plan:
     settings["reduce_every_micro_batch"] = "every" in form
     settings["train"] = {"check_first_steps": "unchecked" not in form}
     if sharding is Sharding.HSDP:
-        settings |= {"num_ranks": 4, "micro_batch": 1, **({"shard_group": 2} if form else {})}
-    plan = rank_plan(
-        cache_dir, sharding, num_steps=NUM_STEPS, accumulation=2, eval_every_steps=NUM_STEPS,
-        **{"num_ranks": 2, **settings},
-    )  # fmt: skip
+        settings |= {"micro_batch": 1, **({"shard_group": 2} if form else {})}
+    plan = rank_plan(cache_dir, sharding, num_steps=NUM_STEPS, accumulation=2, eval_every_steps=NUM_STEPS, **settings)
     # Hybrid sharding with a checkpoint after the first step that every rank, of either copy, holds against its memory.
     return replace(plan, schedule=replace(plan.schedule, rehearses_save=case == Sharding.HSDP))
 
@@ -93,8 +90,7 @@ def test_a_score_is_over_the_held_out_rows_of_all_ranks(sharding, runs, held_out
 def test_the_engine_of_the_plan_is_the_one_that_ran(sharding, runs):
     ranks = [engaged_of(runs(sharding), rank) for rank in (0, 1)]
     for verified in ranks:
-        num_ranks = 4 if sharding is Sharding.HSDP else 2
-        assert (verified.world_size, verified.backend, verified.precision) == (num_ranks, "gloo", "fp32")
+        assert (verified.world_size, verified.backend, verified.precision) == (ranks_of(sharding), "gloo", "fp32")
         assert verified.facts.get("copies of the weights") == ("2" if sharding is Sharding.HSDP else None)
         assert verified.optimizer_class == "AdamW"
         kind = "FSDPLlamaForCausalLM" if sharding.uses_fsdp else "DistributedDataParallel"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_plan_factory import TINY_LLAMA
 from plain_training import PlainCourse, train_plainly
-from rank_factory import SWAPPED_LLAMA, offload_plan, rank_plan
+from rank_factory import SWAPPED_LLAMA, offload_plan, rank_plan, ranks_of
 from rank_scenarios import (
     BAD_STEPS,
     NUM_STEPS_BACK,
@@ -42,12 +42,11 @@ BEST: tuple[Case, ...] = (
 
 
 def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
-    num_ranks = 4 if Sharding.HSDP in case else 2
     if case in BEST:
-        return early_stop_plan(cache_dir, case[1], num_ranks=num_ranks, precision=case[2], micro_batch=8 // num_ranks)
+        return early_stop_plan(cache_dir, case[1], precision=case[2], micro_batch=8 // ranks_of(case[1]))
     plan = offload_plan(
         cache_dir, *case, nvme=run_dir / "nvme", num_steps=NUM_STEPS_BACK, checkpoint_every_steps=SAVED_STEP,
-        num_ranks=num_ranks, micro_batch=4 // num_ranks, accumulation=2, loss=LossHead.EAGER, precision=Precision.FP32,
+        micro_batch=4 // ranks_of(case[0]), accumulation=2, loss=LossHead.EAGER, precision=Precision.FP32,
     )  # fmt: skip
     return spoil(plan, run_dir.with_name(f"extension of {run_dir.name}"), BAD_STEPS)
 

@@ -10,6 +10,7 @@ from operator import itemgetter
 
 import pytest
 from attempt_runs import metrics_of
+from rank_factory import ranks_of
 from rank_scenarios import predicted_share, share_plan
 
 from shardwise.trainer.spec.engines import Sharding
@@ -19,20 +20,16 @@ DEEPSPEED = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 FIGURES = ("memory_allocated_bytes", "memory_peak_bytes")
 
 
-def num_ranks_of(sharding: Sharding) -> int:
-    return 4 if sharding is Sharding.HSDP else 2
-
-
 @pytest.fixture(scope="module")
 def measured(run_dirs, cache_dir) -> Callable[[Sharding], tuple[int, int]]:
     runs = run_dirs(
-        lambda sharding, _: share_plan(cache_dir, sharding, num_ranks=num_ranks_of(sharding)), (*TORCH, *DEEPSPEED)
+        lambda sharding, _: share_plan(cache_dir, sharding, num_ranks=ranks_of(sharding)), (*TORCH, *DEEPSPEED)
     )
     return lambda sharding: itemgetter(*FIGURES)(metrics_of(runs(sharding))[-1])
 
 
 def predicted(sharding: Sharding) -> tuple[int, int]:
-    estimate = predicted_share(sharding, num_ranks=num_ranks_of(sharding), ranks_per_node=2)
+    estimate = predicted_share(sharding, num_ranks=ranks_of(sharding), ranks_per_node=2)
     return estimate.steady_allocated_bytes, estimate.peak_allocated_bytes
 
 

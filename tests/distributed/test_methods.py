@@ -47,7 +47,7 @@ def each(runs: Sequence[tuple[Sharding, str]]):
 
 @pytest.fixture(scope="module")
 def runs(run_dirs, cache_dir) -> Callable[[Sharding, str], Path]:
-    settings: dict[str, Any] = {"num_ranks": 2, "micro_batch": 4, "accumulation": 1}
+    settings: dict[str, Any] = {"micro_batch": 4, "accumulation": 1}
     run_dir_of = run_dirs(lambda run, _: rank_plan(cache_dir, run[0], **settings, **KINDS[run[1]]), RUNS)
     return lambda sharding, kind: run_dir_of((sharding, kind))
 

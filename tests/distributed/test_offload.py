@@ -35,7 +35,7 @@ each = {cases: pytest.mark.parametrize("case", cases, ids="+".join) for cases in
 
 
 def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
-    settings: dict[str, Any] = {"num_ranks": 2, "num_steps": NUM_STEPS, "micro_batch": 2, "accumulation": 2}
+    settings: dict[str, Any] = {"num_steps": NUM_STEPS, "micro_batch": 2, "accumulation": 2}
     if case in PURE:
         return rank_plan(cache_dir, *case, precision=Precision.BF16, **settings)
     return offload_plan(cache_dir, *case, nvme=run_dir / "nvme", model_config=SWAPPED_LLAMA, **settings)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from attempt_runs import engaged_of, losses_of
-from rank_factory import NUM_STEPS, rank_plan
+from rank_factory import NUM_STEPS, rank_plan, ranks_of
 
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
@@ -35,10 +35,9 @@ def with_whole(runs) -> list[Case]:
 
 def plan_of(case: Case, cache_dir: Path) -> Plan:
     sharding, optimizer, inside = case
-    num_ranks = 4 if sharding is Sharding.HSDP else 2
     return rank_plan(
-        cache_dir, sharding, optimizer=optimizer, num_ranks=num_ranks, num_steps=NUM_STEPS,
-        micro_batch=8 // num_ranks, accumulation=1,
+        cache_dir, sharding, optimizer=optimizer, num_steps=NUM_STEPS, micro_batch=8 // ranks_of(sharding),
+        accumulation=1,
         optimizer_in_backward=inside and sharding is not Sharding.DDP,
         clip=0.0 if inside else 1.0,  # an update inside the backward pass cannot be clipped
     )  # fmt: skip

@@ -37,7 +37,7 @@ def packed_cache(tmp_path_factory) -> Path:
 def plan_of(case, cache_dir: Path) -> Plan:
     sharding, checkpointing, loss, attention = case
     return rank_plan(
-        cache_dir, sharding, num_steps=NUM_STEPS, num_ranks=2, accumulation=2, micro_batch=2,
+        cache_dir, sharding, num_steps=NUM_STEPS, accumulation=2, micro_batch=2,
         checkpointing=checkpointing, loss=loss, attention=attention,
     )  # fmt: skip
 

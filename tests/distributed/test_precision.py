@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from attempt_runs import engaged_of, losses_of, metrics_of
-from rank_factory import NUM_STEPS, rank_plan
+from rank_factory import NUM_STEPS, rank_plan, ranks_of
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        return 4 if self.sharding is Sharding.HSDP else 2
+        return ranks_of(self.sharding)
 
     @property
     def train_forwards(self) -> int:
@@ -78,7 +78,7 @@ def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
         run_dir.mkdir()
         (run_dir / "overflows").touch()
     return rank_plan(
-        cache_dir, case.sharding, num_ranks=case.num_ranks, num_steps=NUM_STEPS, precision=case.precision,
+        cache_dir, case.sharding, num_steps=NUM_STEPS, precision=case.precision,
         micro_batch=8 // (case.num_ranks * case.accumulation), accumulation=case.accumulation,
         checkpointing=case.checkpointing, optimizer=case.optimizer, fp8_recipe=case.recipe,
         reduce_every_micro_batch=case.rounds_sums, bf16_reduction=case.rounds_sums,

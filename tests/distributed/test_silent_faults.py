@@ -33,7 +33,7 @@ def runs(tmp_path_factory, run_dirs) -> Callable[[tuple[str, Sharding]], Path]:
     """Every row has the same number of targets, so that ranks with the rows of another go on."""
     rows = write_rows(tmp_path_factory.mktemp("even") / "rows", shortest=48, num_rows=200, is_grouped=False)
     return run_dirs(
-        lambda case, _: rank_plan(rows, case[1], num_ranks=NUM_RANKS, num_steps=NUM_STEPS, micro_batch=2, clip=100.0),
+        lambda case, _: rank_plan(rows, case[1], num_steps=NUM_STEPS, micro_batch=2, clip=100.0),
         tuple(CASES), kind=lambda case: f":{case[0]}",
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
 from plain_training import PlainCourse, train_plainly
-from rank_factory import SWAPPED_LLAMA, offload_plan, rank_plan
+from rank_factory import SWAPPED_LLAMA, offload_plan, rank_plan, ranks_of
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE
@@ -54,15 +54,11 @@ FP16_SHARDINGS = (Sharding.DDP, Sharding.FSDP, Sharding.ZERO2, Sharding.ZERO3)
 FP16_CASES: tuple[Case, ...] = tuple((each, Offload.NONE, Precision.FP16_MIXED) for each in FP16_SHARDINGS)
 
 
-def num_ranks_of(case: Case) -> int:
-    return 4 if case in HYBRID_CASES else 2
-
-
 def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
     sharding, offload, precision = case
     return offload_plan(
-        cache_dir, sharding, offload, nvme=run_dir / "nvme", num_ranks=num_ranks_of(case),
-        micro_batch=4 // num_ranks_of(case), accumulation=2, precision=precision,
+        cache_dir, sharding, offload, nvme=run_dir / "nvme", micro_batch=4 // ranks_of(sharding), accumulation=2,
+        precision=precision,
     )  # fmt: skip
 
 
@@ -75,7 +71,7 @@ def steps_of(run_dirs, cache_dir) -> Callable[[Case], Run]:
 
     def read(case: Case) -> Run:
         attempt = run_dir_of(case) / "attempts" / "1"
-        steps = [json.loads((attempt / f"steps-{rank}.json").read_text()) for rank in range(num_ranks_of(case))]
+        steps = [json.loads((attempt / f"steps-{rank}.json").read_text()) for rank in range(ranks_of(case[0]))]
         return Run(steps, load_file(attempt / "weights.safetensors"))
 
     return read

@@ -1,8 +1,9 @@
-"""Requests to prepare data, and rows that need no preparation."""
+"""Requests to prepare data, functions of a user's own, and rows that need no preparation."""
 
 import os
 import time
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from shardwise.trainer.runtime.data.cache import TokenLayout, TokenRows
 from shardwise.trainer.spec.data.profile import PrepareRequest, SourceFile
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat
 from shardwise.trainer.spec.job.sources import DataSource
+from shardwise.trainer.spec.messages.extension import Extension, Hook
 
 REQUEST = PrepareRequest(
     sources=(), eval_share=None, eval_source=None, format=DataFormat.AUTO, fields={}, packing=None,
@@ -29,6 +31,12 @@ def request_for(*sources: Path | str | tuple[Path, float], cache_root: Path, **s
 
 def listed_request(*sources: Path | str | tuple[Path, float], cache_root: Path, **settings: object) -> PrepareRequest:
     return list_files(request_for(*sources, cache_root=cache_root, **settings))
+
+
+def extension_of(folder: Path, text: str, *hooks: Hook) -> Extension:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return Extension(path=str(path), sha256=sha256(text.encode()).hexdigest(), hooks=hooks)
 
 
 def written_source(path: Path, content: bytes | str) -> SourceFile:

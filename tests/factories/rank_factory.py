@@ -65,6 +65,11 @@ def write_packed_rows(folder: Path, *, num_rows: int = 400) -> Path:
     return folder
 
 
+def ranks_of(sharding: Sharding) -> int:
+    """Two ranks where there are several; of hybrid sharding four, on two machines."""
+    return {Sharding.NONE: 1, Sharding.HSDP: 4}.get(sharding, 2)
+
+
 def rank_plan(
     cache_dir: Path,
     sharding: Sharding = Sharding.NONE,
@@ -81,7 +86,7 @@ def rank_plan(
     limits: Limits | None = None,
     **engine: Any,  # optimizer, method, num_ranks, precision, micro_batch, accumulation, checkpointing, loss, ...
 ) -> Plan:
-    settings = {"seq_len": SEQ_LEN, "loss_chunk_tokens": 40, **engine}
+    settings = {"num_ranks": ranks_of(sharding), "seq_len": SEQ_LEN, "loss_chunk_tokens": 40, **engine}
     job = Job(train=TrainJob(seed=SEED, clip=clip, **train), limits=limits or Limits())
     plan = engine_plan(sharding, offload, job=job, **settings)
     steps: dict[str, Any] = {

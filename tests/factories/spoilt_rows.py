@@ -3,14 +3,14 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 
 from msgspec.structs import replace
+from prepare_request_factory import extension_of
 from rank_factory import SEED, train_rows
 
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL
-from shardwise.trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Plan
 
 NAN, HUGE = math.nan, 1000.0
@@ -47,11 +47,8 @@ def spoil(plan: Plan, folder: Path, steps: Sequence[int] | Mapping[int, float], 
     factors = dict(steps) if isinstance(steps, Mapping) else dict.fromkeys(steps, factor)
     labels = {step: rows.labels(rows_of(plan, step)[-1]) for step in factors}
     bad = [(row[row != IGNORED_LABEL].tolist(), factors[step]) for step, row in labels.items()]
-    body = EXTENSION.format(factors=json.dumps(bad)).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mine.py").write_bytes(body)
-    extension = Extension(path=str(folder / "mine.py"), sha256=sha256(body).hexdigest(), hooks=(Hook.LOSS,))
-    return replace(plan, extension=extension)
+    return replace(plan, extension=extension_of(folder, EXTENSION.format(factors=json.dumps(bad)), Hook.LOSS))
 
 
 def tokens_of(plan: Plan, steps: Iterable[int]) -> int:

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import sys
-from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ import numpy as np
 import pytest
 from lone_rank import ENDLESS, TIMEOUT_S, lines_of, losses_of, report_of, run_rank, start_rank, wait_for_step
 from msgspec.structs import replace
+from prepare_request_factory import extension_of
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_attempt
 
 from shardwise.trainer.runtime.data.cache import TokenLayout
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
-from shardwise.trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
 from shardwise.trainer.spec.strategy import LossHead
@@ -160,9 +160,7 @@ def on_step(step, metrics):
 
 def test_at_its_first_step_it_has_imported_nothing_that_its_plan_does_not_use(tmp_path, cache_dir):
     """And the garbage collector is on, and leaves out what the imports made."""
-    mine, body = tmp_path / "mine.py", AT_FIRST_STEP.format(path=str(tmp_path / "seen.json"))
-    mine.write_text(body)
-    extension = Extension(path=str(mine), sha256=sha256(body.encode()).hexdigest(), hooks=(Hook.ON_STEP,))
+    extension = extension_of(tmp_path, AT_FIRST_STEP.format(path=str(tmp_path / "seen.json")), Hook.ON_STEP)
     plan_path = write_attempt(tmp_path / "run", replace(plan_with(cache_dir), extension=extension))
     run_rank(plan_path, python=str(Path(sys.prefix, "bin", "python")))
     seen = json.loads((tmp_path / "seen.json").read_text())

@@ -4,13 +4,12 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from chat_tokenizers import byte_level_folder
 from conversations import assistant, user
-from prepare_request_factory import listed_request
+from prepare_request_factory import extension_of, listed_request
 from table_files import lines_of
 
 from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
@@ -21,7 +20,7 @@ from shardwise.trainer.runtime.data.sources import Chat, Content
 from shardwise.trainer.runtime.data.tokenizer import load_tokenizer
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import BadRows, DataFormat, LossOn
-from shardwise.trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.messages.extension import Hook
 
 SETTINGS = {"seq_len": 128, "vocab_size": 1024, "chat_template": "chatml"}
 
@@ -120,19 +119,15 @@ def test_rows_that_turn_out_unusable_are_named_and_skipped_where_the_job_says_so
     assert any("rows.jsonl:11" in note for note in profile.notes)
 
 
-def extension_of(folder, body):
-    path = folder / "mine.py"
-    path.write_text(body)
-    return Extension(path=str(path), sha256=sha256(body.encode()).hexdigest(), hooks=(Hook.FORMAT_ROW,))
-
-
 def test_rows_of_ones_own_go_through_format_row_and_none_leaves_one_out(tmp_path, tokenizer):
     answer = "{'prompt': 'say ', 'completion': str(row['n'])}"
     body = f"def format_row(row):\n    return None if row['n'] % 2 else {answer}\n"
     rows = [{"n": number} for number in range(20)]
-    profile, _ = prepared(tmp_path, rows, tokenizer, extension=extension_of(tmp_path, body))
+    profile, _ = prepared(tmp_path, rows, tokenizer, extension=extension_of(tmp_path, body, Hook.FORMAT_ROW))
     assert (profile.format, profile.num_documents) == (DataFormat.PROMPT_COMPLETION, 10)
-    other, _ = prepared(tmp_path, rows, tokenizer, extension=extension_of(tmp_path, body.replace("say", "tell")))
+    other, _ = prepared(
+        tmp_path, rows, tokenizer, extension=extension_of(tmp_path, body.replace("say", "tell"), Hook.FORMAT_ROW)
+    )
     assert other.fingerprint != profile.fingerprint
 
 
@@ -141,7 +136,7 @@ def test_rows_of_ones_own_go_through_format_row_and_none_leaves_one_out(tmp_path
     [("row['no']", r"format_row raised KeyError: 'no' \(mine\.py, line 2\)"), ("'text'", "format_row returned text")],
 )
 def test_what_goes_wrong_in_format_row_is_an_input_error(tmp_path, tokenizer, body, message):
-    extension = extension_of(tmp_path, f"def format_row(row):\n    return {body}\n")
+    extension = extension_of(tmp_path, f"def format_row(row):\n    return {body}\n", Hook.FORMAT_ROW)
     with pytest.raises(InputError, match=message):
         prepared(tmp_path, [{"n": 1}], tokenizer, extension=extension)
 

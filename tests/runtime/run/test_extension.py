@@ -3,19 +3,19 @@
 import json
 import math
 import sys
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attempt_runs import metrics_of, run_attempt
 from msgspec.structs import replace
+from prepare_request_factory import extension_of
 from rank_factory import rank_plan, write_packed_rows, write_rows
 
 from shardwise.trainer.runtime.run.extension import load_hooks
 from shardwise.trainer.runtime.run.state import RunState
 from shardwise.trainer.spec.errors import InputError
-from shardwise.trainer.spec.messages.extension import Extension, Hook
+from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending
 from shardwise.trainer.spec.strategy import LossHead
@@ -28,12 +28,6 @@ def loss(logits, labels):
         logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
     )
 """
-
-
-def extension_of(folder: Path, text: str, *hooks: Hook) -> Extension:
-    path = folder / "mine.py"
-    path.write_text(text)
-    return Extension(path=str(path), sha256=sha256(text.encode()).hexdigest(), hooks=hooks)
 
 
 def run(folder: Path, plan: Plan, body: str | None, *hooks: Hook) -> tuple[RunState, list[dict[str, Any]]]:
