@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,16 +238,13 @@ def yard(tmp_path_factory, cache_dir, start_ranks) -> Yard:
     return Yard(tmp_path_factory.mktemp("moving"), cache_dir, start_ranks)
 
 
-def runnable(ways: Iterable[Way]) -> list[Way]:
-    if any(place.offload.uses_nvme for way in ways for place in way.places) and not lacks_libaio():
-        folder_with_operators("async_io")
-    return [way for way in ways if not (way in SWAPPED and lacks_libaio())]
-
-
 @pytest.fixture(scope="module")
 def moved(yard, request) -> Yard:
     items = [item for item in request.session.items if item.path == request.path]
-    return yard.travel(runnable(dict.fromkeys(item.callspec.params["way"] for item in items)))
+    ways = dict.fromkeys(item.callspec.params["way"] for item in items)
+    if any(way in SWAPPED for way in ways) and not lacks_libaio():
+        folder_with_operators("async_io")
+    return yard.travel([way for way in ways if not (way in SWAPPED and lacks_libaio())])
 
 
 def tolerance_of(way: Way) -> float:

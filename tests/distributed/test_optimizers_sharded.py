@@ -28,11 +28,6 @@ CASES = [pytest.param(*run, id=f"{run[0]}-{run[1]}{'-inside' if run[2] else ''}"
 Case = tuple[Sharding, Optimizer, bool]
 
 
-def with_whole(runs) -> list[Case]:
-    """And, for each optimizer, what they are held against: ranks that hold every tensor whole."""
-    return [*((Sharding.DDP, *kind) for kind in dict.fromkeys(run[1:3] for run in runs)), *(run[:3] for run in runs)]
-
-
 def plan_of(case: Case, cache_dir: Path) -> Plan:
     sharding, optimizer, inside = case
     return rank_plan(
@@ -45,7 +40,8 @@ def plan_of(case: Case, cache_dir: Path) -> Plan:
 
 @pytest.fixture(scope="module")
 def runs(run_dirs, cache_dir) -> Callable[[Case], Path]:
-    return run_dirs(lambda case, _: plan_of(case, cache_dir), with_whole(RUNS))
+    whole = [(Sharding.DDP, *kind) for kind in dict.fromkeys(run[1:3] for run in RUNS)]  # every tensor on each rank
+    return run_dirs(lambda case, _: plan_of(case, cache_dir), [*whole, *(run[:3] for run in RUNS)])
 
 
 @pytest.mark.parametrize(("sharding", "optimizer", "inside", "tolerance", "state"), CASES)

@@ -1,7 +1,7 @@
 """Two ranks compute the global batch of every step of two epochs, whatever their micro batch: seen at the model."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,13 +53,10 @@ def steps(name, runs, notes_of) -> list[list[list[tuple[int, ...]]]]:
     for rank in range(NUM_RANKS):
         forwards = notes_of(runs(name), rank)["rows"]
         assert len(forwards) % accumulation == 0
-        ranks.append(list(_steps(forwards, accumulation)))
+        starts = range(0, len(forwards), accumulation)
+        steps = (forwards[first : first + accumulation] for first in starts)
+        ranks.append([[tuple(row) for rows in step for row in rows if row] for step in steps])
     return [list(step) for step in zip(*ranks, strict=True)]
-
-
-def _steps(forwards: list[list[list[int]]], accumulation: int) -> Iterator[list[tuple[int, ...]]]:
-    for first in range(0, len(forwards), accumulation):
-        yield [tuple(row) for rows in forwards[first : first + accumulation] for row in rows if row]
 
 
 def rows_of_step(rows: TokenRows, step: int) -> Counter[tuple[int, ...]]:

@@ -104,13 +104,10 @@ def of_family(name: str) -> tuple[list[Any], list[str]]:
     """Chats that the template has a place for, and how each is to come out."""
     pairs = zip(CHATS, FORMATS[name], strict=True)
     taken = [(chat, text) for chat, text in pairs if text is not None]
-    return [chat for chat, _ in taken], [_as_tokenized(text, FAMILIES[name]) for _, text in taken]
-
-
-def _as_tokenized(text: str, family: Family) -> str:
-    """Sentencepiece puts a space before a text that starts with none of its special tokens."""
-    needs_space = family.is_sentencepiece and not text.startswith((family.bos or "", "<start_of_turn>"))
-    return f" {text}" if needs_space else text
+    family = FAMILIES[name]
+    # Sentencepiece puts a space before a text that starts with none of its special tokens.
+    special = (family.bos or "", "<start_of_turn>") if family.is_sentencepiece else ("",)
+    return [chat for chat, _ in taken], [text if text.startswith(special) else f" {text}" for _, text in taken]
 
 
 def test_all_of_our_templates_are_here():

@@ -46,14 +46,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def request_of(case: Case) -> SimulationRequest:
-    return SimulationRequest(
-        model_config=config(VOCAB, 192, 512, 2, 6, 2, is_tied=case.is_tied, model_type=case.model_type, head_dim=32),
-        precision=case.precision, optimizer=case.optimizer, micro_batch=4, seq_len=128, accumulation=case.accumulation,
-        checkpointing=case.checkpointing, attention=case.attention, loss=case.loss, device_kind=DeviceKind.CPU,
-    )  # fmt: skip
-
-
 def measured(request: SimulationRequest) -> MemoryFigures:
     torch.manual_seed(0)
     dtype = weight_type(request.precision)
@@ -86,7 +78,11 @@ def _step(
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_the_dry_run_sees_what_the_allocator_sees(case: Case) -> None:
-    request = request_of(case)
+    request = SimulationRequest(
+        model_config=config(VOCAB, 192, 512, 2, 6, 2, is_tied=case.is_tied, model_type=case.model_type, head_dim=32),
+        precision=case.precision, optimizer=case.optimizer, micro_batch=4, seq_len=128, accumulation=case.accumulation,
+        checkpointing=case.checkpointing, attention=case.attention, loss=case.loss, device_kind=DeviceKind.CPU,
+    )  # fmt: skip
     figures, simulation = measured(request), simulate(request)
     assert simulation.steady_allocated_bytes == pytest.approx(figures.steady_allocated_bytes, rel=TOLERANCE)
     assert simulation.peak_allocated_bytes == pytest.approx(figures.peak_allocated_bytes, rel=TOLERANCE)

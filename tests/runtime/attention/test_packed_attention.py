@@ -82,10 +82,6 @@ def logits(model: PreTrainedModel, ids: torch.Tensor, position_ids: torch.Tensor
         return model(**inputs).logits
 
 
-def labels_of(ids: torch.Tensor) -> torch.Tensor:
-    return ids.masked_fill(POSITIONS == 0, IGNORED)
-
-
 @pytest.mark.parametrize(("name", "implementation"), CASES)
 def test_a_document_is_what_it_is_alone(name, implementation):
     model = build(name, implementation)
@@ -124,7 +120,7 @@ def test_recomputed_blocks_see_the_same_bounds(name, checkpointing):
         install_loss_head(model, LossHead.CHUNKED, chunk_tokens=None)
         ids = rows()
         torch.manual_seed(3)
-        model(input_ids=ids, labels=labels_of(ids), position_ids=POSITIONS).backward()
+        model(input_ids=ids, labels=ids.masked_fill(POSITIONS == 0, IGNORED), position_ids=POSITIONS).backward()
         found.append({n: p.grad for n, p in model.named_parameters()})
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 

@@ -22,13 +22,6 @@ from shardwise.trainer.spec.job.sections import DataFormat
 TEXT = RowReading(DataFormat.TEXT, {}, vocab_size=100)
 
 
-def read(file):
-    return [
-        item.content if isinstance(item, Block) else str(item).rsplit("/", 1)[-1]
-        for item in read_blocks(file, TEXT, defect=check_file(file).defect)
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "items"),
     [
@@ -44,7 +37,9 @@ def read(file):
     ],
 )
 def test_a_text_file_is_one_document_and_a_row_of_text_another(tmp_path, name, content, items):
-    assert read(written_source(tmp_path / name, content)) == items
+    file = written_source(tmp_path / name, content)
+    found = read_blocks(file, TEXT, defect=check_file(file).defect)
+    assert [each.content if isinstance(each, Block) else str(each).rsplit("/", 1)[-1] for each in found] == items
 
 
 @pytest.mark.parametrize("block_chars", [1, 7, 50])

@@ -198,12 +198,6 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
 ONE_BLOCK = {**TINY_LLAMA, "num_hidden_layers": 1}  # tracing takes as long as there are blocks
 
 
-def onnx_session(path: Path):
-    import onnxruntime  # not where these tests are collected: it takes a while
-
-    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-
 @pytest.mark.parametrize(
     ("config", "method"),
     [
@@ -213,6 +207,8 @@ def onnx_session(path: Path):
     ],
 )
 def test_a_graph_gives_the_logits_of_the_model(config, method, tmp_path):
+    import onnxruntime  # not where these tests are collected: it takes a while
+
     plan = run_of(write_base(tmp_path / "base", config), method, lora=LORA, config=config)
     run_dir = save_run(tmp_path / "run", plan)
     merge = method is Method.QLORA
@@ -222,7 +218,7 @@ def test_a_graph_gives_the_logits_of_the_model(config, method, tmp_path):
     assert names >= {"model.onnx", "config.json", "generation_config.json", "README.md"}
     assert not any(name.endswith(".safetensors") for name in names)
     assert "onnxruntime" in done.checks[-1]
-    session = onnx_session(tmp_path / "graph" / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "graph" / "model.onnx", providers=["CPUExecutionProvider"])
     assert [(each.name, each.shape, each.type) for each in session.get_inputs()] == [
         ("input_ids", ["batch", "sequence"], "tensor(int64)"),
         ("attention_mask", ["batch", "sequence"], "tensor(int64)"),

@@ -35,7 +35,7 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.job.sections import DataJob, LoraJob, ModelJob
 from shardwise.trainer.spec.job.sources import DataSource
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.strategy import Method, Precision
+from shardwise.trainer.spec.strategy import Method
 
 SAMPLES = [
     "row 70 of 50",
@@ -106,13 +106,6 @@ ADAPTERS = {
 }
 
 
-def adapter_plan(base: Path, cache_dir: Path, lora: LoraJob, method: Method, precision: Precision) -> Plan:
-    steps: dict[str, Any] = {"num_steps": 4, "micro_batch": 8, "accumulation": 1}
-    plan = rank_plan(cache_dir, method=method, precision=precision, train={"lora": lora}, **steps)
-    job = replace(plan.job, model=ModelJob(name=str(base)))
-    return replace(plan, job=job, model_path=str(base))
-
-
 def logits(model: PreTrainedModel) -> torch.Tensor:
     for layer in quantised_layers(model):
         layer.support_avx512bf16_for_cpu = False
@@ -125,7 +118,9 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 def test_peft_loads_the_exported_adapters_and_answers_as_the_trained_model(kind, method, base, cache_dir, tmp_path):
     from peft import PeftModel
 
-    plan = adapter_plan(base, cache_dir, ADAPTERS[kind], method, Precision.FP32)
+    steps: dict[str, Any] = {"num_steps": 4, "micro_batch": 8, "accumulation": 1}
+    plan = rank_plan(cache_dir, method=method, train={"lora": ADAPTERS[kind]}, **steps)
+    plan = replace(plan, job=replace(plan.job, model=ModelJob(name=str(base))), model_path=str(base))
     _, state = run_attempt(tmp_path / "run", plan)
     assert state.incidents == [] and state.export == "export"
     quantised = BitsAndBytesConfig(

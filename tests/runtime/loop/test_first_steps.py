@@ -193,10 +193,6 @@ GOOD_JOBS: list[dict[str, Any]] = list(
 )
 
 
-def title_of(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-
 @pytest.mark.long
 @pytest.mark.products
 @pytest.mark.parametrize("rows", ["grouped", "packed"])
@@ -209,6 +205,7 @@ def test_a_hundred_good_jobs_have_no_line(rows, tmp_path, cache_dir, record_prop
         found = outcome_of(tmp_path / str(number), plan_of(cache_dir, **batch, **settings))
         if found.state.incidents or found.error is not None:
             alarms[str(settings)] = (found.state.incidents, found.error)
-        record_property(FINDING, ("a line" if str(settings) in alarms else "no line", f"{rows}: {title_of(settings)}"))
+        title = ", ".join(f"{name} {value}" for name, value in settings.items())
+        record_property(FINDING, ("a line" if str(settings) in alarms else "no line", f"{rows}: {title}"))
     assert 2 * len(GOOD_JOBS) >= 100
     assert not alarms

@@ -20,19 +20,6 @@ from shardwise.trainer.spec.strategy import LossHead
 NOW = datetime(2030, 1, 2, tzinfo=UTC)
 
 
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._dynamo.exc import Unsupported
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise Unsupported("data-dependent branch", "data_dependent")
-
-    def compile_nothing(module: Any, *_: Any, **__: Any) -> None:
-        module._compiled_call_impl = fail
-
-    monkeypatch.setattr(nn.Module, "compile", compile_nothing)
-
-
 def eager_run(tmp_path: Path) -> Verified:
     """The verification of a run whose planner chose compilation."""
     plan = rank_plan(write_rows(tmp_path / "rows"), num_steps=3)
@@ -43,8 +30,13 @@ def eager_run(tmp_path: Path) -> Verified:
     return state.verified
 
 
-@pytest.mark.usefixtures("failing")
-def test_a_failed_compilation_is_in_the_report_of_its_run(tmp_path):
+def test_a_failed_compilation_is_in_the_report_of_its_run(tmp_path, monkeypatch):
+    from torch._dynamo.exc import Unsupported
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Unsupported("data-dependent branch", "data_dependent")
+
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: setattr(module, "_compiled_call_impl", fail))
     assert "data-dependent branch" in (eager_run(tmp_path).not_compiled or "")
 
 

@@ -23,7 +23,7 @@ from shardwise.trainer.runtime.models.model_code import as_its_user, load_model_
 from shardwise.trainer.simulation.describe import describe
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
+from shardwise.trainer.spec.model.shape import DescriptionRequest
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Attention, Checkpointing
 
@@ -37,13 +37,10 @@ def each_test_registers_anew() -> Iterator[None]:
         yield
 
 
-def described(folder: Path) -> ModelShape:
-    return describe(DescriptionRequest(model_config=CONFIG, origin="config.json", model_code=code_of(folder)))
-
-
 def plan_with(folder: Path, **engine: Any) -> Plan:
     plan = rank_plan(Path("rows"), model_config=CONFIG, **engine)
-    return replace(plan, model_code=code_of(folder), model_path=str(folder), model_shape=described(folder))
+    shape = describe(DescriptionRequest(model_config=CONFIG, origin="config.json", model_code=code_of(folder)))
+    return replace(plan, model_code=code_of(folder), model_path=str(folder), model_shape=shape)
 
 
 def test_its_weights_give_the_logits_that_transformers_gives_and_each_file_runs_once(tmp_path, monkeypatch):

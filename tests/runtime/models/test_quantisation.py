@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.pytorch_utils import Conv1D
@@ -240,7 +240,6 @@ def test_falcons_own_linear_layers_are_quantised_and_routers_that_are_linear_lay
         assert not is_quantisable(Llama4Router(AutoConfig.for_model("llama4_text")))
 
 
-LORA = LoraJob(rank=4, alpha=8.0)
 IDS = torch.arange(32).reshape(2, 16)
 
 
@@ -305,17 +304,6 @@ def test_checkpointing_stays_on_and_changes_no_gradient(method, dora):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-RANK = 4
-
-
-def adapted(precision: Precision, lora: LoraJob | None = None, method: Method = Method.LORA) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = model_from_config(TINY_LLAMA, dtype=methods.base_type(method, precision), attention=Attention.SDPA)
-    assert isinstance(model, LlamaForCausalLM)
-    methods.add_adapters(model, lora or LoraJob(rank=RANK), precision)
-    return model
-
-
 @pytest.mark.parametrize(
     ("targets", "fact"),
     [
@@ -330,7 +318,7 @@ def adapted(precision: Precision, lora: LoraJob | None = None, method: Method = 
 )
 def test_targets_that_name_no_linear_layer_are_refused(targets: tuple[str, ...], fact: str) -> None:
     with pytest.raises(InputError, match=f"^lora.targets: {fact}") as error:
-        adapted(Precision.FP32, LoraJob(targets=targets))
+        build_model(plan_with(Method.LORA, lora=LoraJob(targets=targets)))
     assert "\n" not in str(error.value)
 
 

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.launch.plan.trace import traced_shape
 from shardwise.trainer.planning.candidates import configuration_of
-from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.memory.precision_policy import adapter_elements, coverage_of, dims_of
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.runtime.models.methods import add_adapters, shortest_names, trained_parameters
@@ -162,7 +161,9 @@ def without_gradient(model: PreTrainedModel) -> set[str]:
 @pytest.mark.parametrize("model_type", COVERED)
 def test_the_coverage_of_a_plan_is_that_of_the_model(model_type, tmp_path):
     shape = _shape_of(model_type, tmp_path)
-    dims, configuration = dims_of(shape), _configuration(LoraJob(rank=3))
+    plan = plan_of("tiny", "1xH100")
+    configuration = replace(configuration_of(context_of(plan), plan.chosen), method=Method.QLORA, lora=LoraJob(rank=3))
+    dims = dims_of(shape)
     rows = {row.component: row for row in coverage_of(configuration, dims)}
     model = on_meta(model_type)
     packing = Packing(quant=Quant.NF4_DQ, compute=torch.float32, storage=torch.uint8, works_on=CPU, lives_on=CPU)
@@ -197,11 +198,6 @@ def _shape_of(model_type: str, cache: Path) -> ModelShape:
     mode = Mode(method=Method.LORA, compute_bytes=4, is_autocast=False, attention=Attention.EAGER)
     request = TraceRequest(description=description, modes=(mode,), lora=LoraJob(rank=3), seq_len=64)
     return traced_shape(request, cache=cache)
-
-
-def _configuration(lora: LoraJob) -> Configuration:
-    plan = plan_of("tiny", "1xH100")
-    return replace(configuration_of(context_of(plan), plan.chosen), method=Method.QLORA, lora=lora)
 
 
 def test_a_layer_is_named_by_the_shortest_end_that_only_it_has():
