@@ -94,29 +94,23 @@ def prepare_nvme() -> None:
     folder_with_operators("async_io")
 
 
-@pytest.fixture(scope="module")
-def wrong_run(tmp_path_factory, cache_dir, run_ranks) -> str:
+def test_ranks_stop_where_deepspeed_does_something_else(tmp_path, cache_dir, run_ranks):
+    """Each line names what differs, the plan's value and the one that runs."""
     prepare_nvme()
-    folder = tmp_path_factory.mktemp("wrong")
-    plan = plan_of(NVME[-1], cache_dir, folder)
+    plan = plan_of(NVME[-1], cache_dir, tmp_path)
     buckets = Buckets(
         reduce_elements=2**18, allgather_elements=2**18, prefetch_elements=2**18, live_parameters=2**20,
         persistence_elements=640,
     )  # fmt: skip
     chosen = msgspec.structs.replace(plan.chosen, buckets=buckets)
-    path = write_attempt(folder / "run", msgspec.structs.replace(plan, candidates=(chosen,)))
+    path = write_attempt(tmp_path / "run", msgspec.structs.replace(plan, candidates=(chosen,)))
     config = json.loads(path.with_name("ds_config.json").read_text())
     config["zero_optimization"] |= {"offload_param": {"device": "none"}, "reduce_bucket_size": 2**17}
     path.with_name("ds_config.json").write_text(json.dumps(config))
     with pytest.raises(AssertionError) as raised:
         run_ranks([path], 2)
-    return str(raised.value)
-
-
-def test_ranks_stop_where_deepspeed_does_something_else(wrong_run):
-    """Each line names what differs, the plan's value and the one that runs."""
     for what in ("offload:.*nvme_all.*nvme_optimizer", "weights on NVMe:.*2.*0", "reduce elements:.*262144.*131072"):
-        assert re.search(what, wrong_run), what
+        assert re.search(what, str(raised.value)), what
 
 
 READS_TWICE = """

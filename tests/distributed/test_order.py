@@ -40,25 +40,6 @@ def plans(tmp_path_factory) -> dict[str, Plan]:
     }
 
 
-@pytest.fixture(scope="module")
-def runs(plans, run_dirs) -> Callable[[str], Path]:
-    return run_dirs(lambda name, _: plans[name], tuple(ACCUMULATION), kind=":note")
-
-
-@pytest.fixture
-def steps(name, runs, notes_of) -> list[list[list[tuple[int, ...]]]]:
-    """Of every step what each rank computed, as token ids; dummies left out."""
-    accumulation = ACCUMULATION[name]
-    ranks = []
-    for rank in range(NUM_RANKS):
-        forwards = notes_of(runs(name), rank)["rows"]
-        assert len(forwards) % accumulation == 0
-        starts = range(0, len(forwards), accumulation)
-        steps = (forwards[first : first + accumulation] for first in starts)
-        ranks.append([[tuple(row) for rows in step for row in rows if row] for step in steps])
-    return [list(step) for step in zip(*ranks, strict=True)]
-
-
 def rows_of_step(rows: TokenRows, step: int) -> Counter[tuple[int, ...]]:
     examples = rows.order(seed=SEED, sequences_per_step=SEQUENCES_PER_STEP).rows_of_step(step)
     return Counter(_learned(rows, number) for example in examples for number in rows.rows_of(example))
@@ -69,10 +50,22 @@ def _learned(rows: TokenRows, number: int) -> tuple[int, ...]:
     return tuple(rows.row(number)[:end].tolist())
 
 
+@pytest.fixture(scope="module")
+def runs(plans, run_dirs) -> Callable[[str], Path]:
+    return run_dirs(lambda name, _: plans[name], tuple(ACCUMULATION), kind=":note")
+
+
 @pytest.mark.parametrize("name", ACCUMULATION)
-def test_what_the_ranks_compute_is_the_global_batch_of_every_step(name, plans, steps):
-    rows = train_rows(plans[name])
-    assert len(steps) == -(-NUM_EPOCHS * len(rows) // SEQUENCES_PER_STEP)
-    for step, of_ranks in enumerate(steps):
+def test_what_the_ranks_compute_is_the_global_batch_of_every_step(name, plans, runs, notes_of):
+    """Of every step what each rank computed, as token ids; dummies left out."""
+    rows, accumulation, ranks = train_rows(plans[name]), ACCUMULATION[name], []
+    for rank in range(NUM_RANKS):
+        forwards = notes_of(runs(name), rank)["rows"]
+        assert len(forwards) % accumulation == 0
+        starts = range(0, len(forwards), accumulation)
+        steps = (forwards[first : first + accumulation] for first in starts)
+        ranks.append([[tuple(row) for forward in step for row in forward if row] for step in steps])
+    assert len(ranks[0]) == -(-NUM_EPOCHS * len(rows) // SEQUENCES_PER_STEP)
+    for step, of_ranks in enumerate(zip(*ranks, strict=True)):
         assert Counter(row for computed in of_ranks for row in computed) == rows_of_step(rows, step)
-    assert all(all(of_ranks) for of_ranks in steps), "no rank is idle"
+        assert all(of_ranks), "no rank is idle"

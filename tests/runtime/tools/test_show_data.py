@@ -28,13 +28,9 @@ def tokenizer(folder):
     return load_tokenizer(folder)
 
 
-@pytest.fixture(scope="module")
-def row(tokenizer, folder):
+def test_each_stretch_stands_behind_its_name_or_in_a_terminal_in_its_place(folder, tokenizer):
     renderer = Renderer(tokenizer, load_chat_template("chatml", folder), LossOn.AUTO, 100)
-    return renderer.render(Chat([user("What is\n2+2?"), assistant("It is four.")]))
-
-
-def test_each_stretch_stands_behind_its_name_or_in_a_terminal_in_its_place(row, tokenizer):
+    row = renderer.render(Chat([user("What is\n2+2?"), assistant("It is four.")]))
     num_learned = sum(row.is_learned)
     assert show(row.ids, row.is_learned, tokenizer, width=80, colour=False).splitlines() == [
         f"{len(row.ids)} tokens: {num_learned} learned, {len(row.ids) - num_learned} only read",
