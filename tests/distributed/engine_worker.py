@@ -1,6 +1,6 @@
 """One rank that runs attempts one after another in one process, as `trainer.__main__` runs one.
 
-    rank_launch.py NUM_RANKS engine_worker.py PLAN.json[@RUN_DIR[~STEP]][#STEP][:note | :FAULT] [...]
+    rank_launch.py NUM_RANKS engine_worker.py PLAN.json[@RUN_DIR[~STEP]][#STEP][:note | :spikes | :FAULT] [...]
 
 Of `PLAN.json@RUN_DIR` the newest checkpoint of RUN_DIR, or that of a step, is loaded and saved again at once, by the
 engine of this plan, in the plan's own run directory; then the plan is trained on from there. With `#STEP` the last
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from faults_of_ranks import FAULTS, RANK, WORLD_SIZE
 from rank_process import assert_as_planned, attempt, end_group
+from spikes_of_ranks import spoilt_steps
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -53,7 +55,8 @@ def main(arguments: list[str]) -> None:
             continue
         if source:
             run(plan, msgspec.structs.replace(paths, resume_dir=left(*source.split("~"))), last=0)
-        with noting(path) if kind else nullcontext():
+        around = {"note": partial(noting, path), "spikes": partial(spoilt_steps, plan, path)}.get(kind, nullcontext)
+        with around():
             run(plan, paths, last=int(last) if last else plan.schedule.num_steps)
     end_group()
 

@@ -58,7 +58,7 @@ def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
     sharding, offload, precision = case
     return offload_plan(
         cache_dir, sharding, offload, nvme=run_dir / "nvme", micro_batch=4 // ranks_of(sharding), accumulation=2,
-        precision=precision,
+        precision=precision, num_steps=NUM_STEPS, train={"check_first_steps": False},
     )  # fmt: skip
 
 
@@ -66,20 +66,22 @@ def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
 def steps_of(run_dirs, cache_dir) -> Callable[[Case], Run]:
     run_dir_of = run_dirs(
         lambda case, run_dir: plan_of(case, cache_dir, run_dir), CASES, MORE_CASES, HYBRID_CASES, FP16_CASES,
-        worker="spike_worker.py",
+        kind=":spikes",
     )  # fmt: skip
 
     def read(case: Case) -> Run:
-        attempt = run_dir_of(case) / "attempts" / "1"
+        run_dir = run_dir_of(case)
+        attempt = run_dir / "attempts" / "1"
         steps = [json.loads((attempt / f"steps-{rank}.json").read_text()) for rank in range(ranks_of(case[0]))]
-        return Run(steps, load_file(attempt / "weights.safetensors"))
+        return Run(steps, load_file(run_dir / "export" / "model.safetensors"))
 
     return read
 
 
 @pytest.fixture(scope="module")
 def expected(cache_dir) -> Callable[[Case], PlainCourse]:
-    train = cache(lambda model: train_plainly(rank_plan(cache_dir, model_config=MODELS[model]), TAKEN))
+    plans = {swaps: rank_plan(cache_dir, model_config=MODELS[swaps], num_steps=NUM_STEPS) for swaps in MODELS}
+    train = cache(lambda swaps: train_plainly(plans[swaps], TAKEN))
     return lambda case: train(case[1].uses_nvme)
 
 
