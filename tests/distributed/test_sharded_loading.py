@@ -219,9 +219,7 @@ def test_so_they_are_on_four_ranks(runs):
 
 @pytest.mark.parametrize("look", CUSTOM, ids=SHARDINGS)
 def test_the_shards_of_a_model_with_code_of_its_own_are_those_of_a_whole_build(look, runs, marker):
-    for seen in answers(runs, look):
-        assert (seen["differing"], seen["surplus"], seen["is_updated"]) == ([], [], True)
-        assert (seen["loads_by_tensor"], seen["num_tensors"]) == (True, 22)
+    check_start(runs, look)
     # Each rank runs each file of a model once.
     lines = marker.read_text().splitlines()
     num_ranks = len({line.split()[0] for line in lines})

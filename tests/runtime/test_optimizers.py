@@ -326,6 +326,7 @@ def test_the_weights_are_those_of_an_update_after_the_backward_pass(kind):
 
 @pytest.mark.parametrize("kind", [*INSIDE, Optimizer.ADAMW, Optimizer.ADAMW_8BIT])
 def test_no_two_gradients_are_ever_alive(kind):
+    """LOMO's rules are inside the backward pass without being asked for."""
     llama, alive = tiny_llama(), []
 
     def count(_: torch.Tensor) -> None:
@@ -333,21 +334,12 @@ def test_no_two_gradients_are_ever_alive(kind):
 
     for parameter in llama.parameters():
         parameter.register_post_accumulate_grad_hook(count)  # before ours, so that it sees what ours is given
-    build_optimizer(kind, llama, lr=1e-3, weight_decay=0.1, in_backward=True)
+    built = build_optimizer(kind, llama, lr=1e-3, weight_decay=0.1, in_backward=kind not in INSIDE)
     random_loss(llama, step=0).backward()
-    assert alive == [1] * 21
-
-
-@pytest.mark.parametrize("kind", INSIDE)
-def test_lomo_updates_inside_backward_without_being_asked(kind):
-    llama = tiny_llama()
-    built = build_optimizer(kind, llama, lr=1e-3, weight_decay=0.1)
-    assert updates_in_backward(built)
-    train_steps(llama, built, range(2), lr=1e-3)
-    assert all(parameter.grad is None for parameter in llama.parameters())
-    facts = optimizer_facts(built)
-    assert facts["updates"].startswith("inside the backward pass, by hooks on 21 parameters, 42 so far")
-    assert (facts["optimizer_state"] == "none") == (kind is Optimizer.LOMO)
+    assert alive == [1] * 21 and updates_in_backward(built)
+    assert optimizer_facts(built)["updates"].startswith(
+        "inside the backward pass, by hooks on 21 parameters, 21 so far"
+    )
 
 
 def test_lomo_is_sgd_and_adalomo_is_adafactor_inside_the_backward_pass():

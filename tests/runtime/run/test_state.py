@@ -76,21 +76,6 @@ def test_steps_in_a_row_are_counted_until_one_is_taken():
     assert (record.in_a_row, record.losses[-1]) == (0, 2.0)
 
 
-def test_a_step_learns_from_its_own_rows_unless_rows_were_passed_over():
-    assert [state.step_of_rows(step, ()) for step in (1, 2, 9)] == [1, 2, 9]
-    once = (state.PassedOver(after_step=4, num_steps=3),)
-    assert [state.step_of_rows(step, once) for step in range(1, 8)] == [1, 2, 3, 4, 8, 9, 10]
-    twice = (*once, state.PassedOver(after_step=6, num_steps=2))
-    assert [state.step_of_rows(step, twice) for step in range(1, 9)] == [1, 2, 3, 4, 8, 9, 12, 13]
-    first = state.after_roll_back(CALM, saved_step=4, step=7)
-    assert state.step_of_rows(5, first.passed_over) == 8
-    assert first.losses == LOSSES and first.in_a_row == 0
-    led_here = state.step_of_rows(11, first.passed_over)
-    second = state.after_roll_back(first, saved_step=9, step=11)
-    assert state.step_of_rows(10, second.passed_over) == led_here + 1
-    assert state.step_of_rows(9, second.passed_over) == state.step_of_rows(9, first.passed_over)
-
-
 NOW = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
