@@ -4,25 +4,23 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from attempt_runs import reset_accelerate
+from attempt_runs import session_of
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import SEED, rank_plan
 from torch.nn.utils import parameters_to_vector
 from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
-from shardwise.trainer.runtime.data.cache import TokenRows
-from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
 from shardwise.trainer.runtime.engines.zero import EngineScaler
 from shardwise.trainer.runtime.loop.step import StepResult, run_step, seed_dropout
 from shardwise.trainer.runtime.models.build import build_trainable
-from shardwise.trainer.runtime.optimizers import build_optimizer
 from shardwise.trainer.runtime.precision.mixed_precision import INIT_SCALE, AmpScaler, install_precision
 from shardwise.trainer.runtime.run.clock import Clock
 from shardwise.trainer.spec.engines import Sharding
@@ -34,18 +32,12 @@ from shardwise.trainer.spec.strategy import Precision
 
 
 class Training:
-    def __init__(self, plan: Plan, *, weight_decay: float = 0.1) -> None:
-        reset_accelerate()
-        self.plan, chosen = plan, plan.chosen
-        self.accelerator = build_accelerator(plan, ds_config=None)
-        model, installed = build_trainable(plan)
-        self.installed = install_precision(model, installed, chosen, DeviceKind.CPU)
-        optimizer = build_optimizer(chosen.strategy.optimizer, model, lr=1.0, weight_decay=weight_decay)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        engine = running_engine(self.model)
-        self.scaler = engine.loss_scaler(self.model, chosen.strategy.precision, DeviceKind.CPU)
-        self.rows = TokenRows.open(Path(plan.data.cache_dir), "train")
-        self.step = 0
+    def __init__(self, plan: Plan) -> None:
+        with TemporaryDirectory() as folder:
+            session = session_of(Path(folder), plan)
+        self.plan, self.rows, self.step = plan, session.train_rows, 0
+        self.accelerator, self.model, self.optimizer = session.accelerator, session.model, session.optimizer
+        self.scaler = session.scaler
 
     def run(self, num_steps: int, *, clip: float = 1.0) -> list[StepResult]:
         return [self.run_one(clip=clip) for _ in range(num_steps)]
@@ -186,7 +178,7 @@ def test_the_backward_pass_sees_the_scale_and_the_update_does_not(cache_dir):
 def test_gradients_are_clipped_at_their_own_size(cache_dir):
     """Clipped before they are scaled back, they would move nothing."""
     for plan in (fp32_plan, fp16_plan):
-        training = Training(plan(cache_dir, optimizer=Optimizer.SGD), weight_decay=0.0)
+        training = Training(plan(cache_dir, optimizer=Optimizer.SGD, train={"weight_decay": 0.0}))
         before = parameters_to_vector(training.weights())
         training.run(1, clip=0.1)
         moved = (parameters_to_vector(training.weights()) - before).norm()
