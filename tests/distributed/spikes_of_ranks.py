@@ -24,7 +24,7 @@ from torch import nn
 from shardwise.trainer.runtime.checkpoint import state_digest
 from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.loop import course
-from shardwise.trainer.runtime.loop.step import StepResult, Terms, TokenLoss
+from shardwise.trainer.runtime.loop.step import StepResult, Terms, TokenLoss, run_step
 from shardwise.trainer.spec.plan import Plan
 
 BAD_GRADIENT, BAD_LOSS, REFUSED = 3, 4, 5
@@ -51,10 +51,9 @@ class Spoilt(NamedTuple):
 
 @contextmanager
 def spoilt_steps(plan: Plan, path: Path) -> Iterator[None]:
-    own: Any = course.run_step
     answers: list[dict[str, Any]] = []
 
-    def run_step(accelerator: Any, model: Any, optimizer: Any, *args: Any, step: int, **named: Any) -> StepResult:
+    def spoilt_step(accelerator: Any, model: Any, optimizer: Any, *args: Any, step: int, **named: Any) -> StepResult:
         def digest() -> str:
             return state_digest(model, optimizer, sharding=plan.chosen.strategy.sharding)
 
@@ -63,11 +62,11 @@ def spoilt_steps(plan: Plan, path: Path) -> Iterator[None]:
             named["objective"] = Spoilt(step, [])
         if step == REFUSED:
             named["judge"] = lambda *_, **__: "refused"
-        result: StepResult = own(accelerator, model, optimizer, *args, step=step, **named)
+        result = run_step(accelerator, model, optimizer, *args, step=step, **named)
         loss = result.loss if math.isfinite(result.loss) else None
         answers.append({**msgspec.to_builtins(result), "loss": loss, "digests": [before, digest()]})
         return result
 
-    with patch.object(course, "run_step", run_step):
+    with patch.object(course, "run_step", spoilt_step):
         yield
     path.with_name(f"steps-{RANK}.json").write_text(json.dumps(answers))

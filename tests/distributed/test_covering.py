@@ -104,7 +104,7 @@ def runs_of_points(names: Sequence[str]) -> list[tuple[Point, float]]:
 def run_dir_of(run_dirs, cache_dir, tmp_path_factory) -> Callable[[tuple[Point, float]], Path]:
     nvme, first = tmp_path_factory.mktemp("nvme"), runs_of_points(NAMES[:NUM_CORE])
     others = [run for run in runs_of_points(NAMES[NUM_CORE:]) if run not in first]
-    return run_dirs(lambda run, _: plan_of(*run, cache_dir, nvme), first, others)
+    return run_dirs(lambda run, _: plan_of(run[0], run[1], cache_dir, nvme), first, others)
 
 
 @pytest.mark.parametrize("name", [*NAMES[:NUM_CORE], *(pytest.param(each, marks=LONG) for each in NAMES[NUM_CORE:])])

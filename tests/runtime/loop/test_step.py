@@ -14,7 +14,6 @@ from attempt_runs import session_of
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import SEED, rank_plan
 from torch.nn.utils import parameters_to_vector
-from transformers import PreTrainedModel
 
 from shardwise.trainer.runtime.data.batches import MicroBatch, step_micro_batches
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator
@@ -152,7 +151,7 @@ def fp16_plan(cache_dir: Path, **engine) -> Plan:
 class Gradients:
     """The largest gradient that reaches the embeddings' output, in each backward; may spoil some."""
 
-    def __init__(self, model: PreTrainedModel, *, overflow_in: Sequence[int] = ()) -> None:
+    def __init__(self, model: Any, *, overflow_in: Sequence[int] = ()) -> None:
         self.seen: list[float] = []
         self.overflow_in = overflow_in
         model.get_input_embeddings().register_forward_hook(self.watch)

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_tokenizers import byte_level_folder
@@ -30,7 +31,7 @@ def tokenizer(folder):
 
 def test_each_stretch_stands_behind_its_name_or_in_a_terminal_in_its_place(folder, tokenizer):
     renderer = Renderer(tokenizer, load_chat_template("chatml", folder), LossOn.AUTO, 100)
-    row = renderer.render(Chat([user("What is\n2+2?"), assistant("It is four.")]))
+    row: Any = renderer.render(Chat([user("What is\n2+2?"), assistant("It is four.")]))
     num_learned = sum(row.is_learned)
     assert show(row.ids, row.is_learned, tokenizer, width=80, colour=False).splitlines() == [
         f"{len(row.ids)} tokens: {num_learned} learned, {len(row.ids) - num_learned} only read",
