@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from shardwise.trainer.simulation.miniature import miniature
+
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -107,65 +109,20 @@ def as_bnb(base: Path, folder: Path, *, kind: str = "nf4", doubly: bool = True, 
     return folder
 
 
-# Sizes of the miniature of any model, by the names that its fields have.
-_SMALL: dict[str, Any] = {
-    **SIZES, **EXPERTS, "depth": 2, "num_heads": 4, "embed_dim": 64, "num_layers": 2, "out_hidden_size": 64,
-    "image_size": 28, "patch_size": 14, "num_local_experts": 4, "n_routed_experts": 4, "kv_lora_rank": 16,
-    "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 16, "ffn_dim": 96, "projection_dim": 64,
-    "word_embed_proj_dim": 64, "d_model": 64, "mlp_dim": 96, "shared_expert_intermediate_size": 32,
-    "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "global_head_dim": 16, "num_global_key_value_heads": 2, "intermediate_size_mlp": 96,
-    "interleave_moe_layer_step": 1, "text_hidden_size": 64, "n_shared_experts": 1, "mamba_num_heads": 8,
-    "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16, "encoder_hidden_size": 64,
-    "num_hidden_layers_vision": 2, "n_layers": 2, "dim": 64, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "qformer_hidden_size": 64, "laurel_rank": 8,
-}  # fmt: skip
-_LEFT_OUT = frozenset({
-    "layer_types", "mlp_layer_types", "no_rope_layers", "deepstack_visual_indexes", "fullatt_block_indexes",
-    "architectures", "transformers_version", "rope_parameters", "mlp_only_layers", "activation_sparsity_pattern",
-    "moe_layers", "layers_block_type", "per_layer_config", "dtype", "kv_source_layers",
-})  # fmt: skip
+_OF_VISION = {"depth": 2, "embed_dim": 64, "text_hidden_size": 64, "out_hidden_size": 64}  # unknown to `miniature`
 VISION_TYPES = tuple(sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
-
-
-def miniature(kind: str) -> Any:
-    """A small config of a type with text and other parts; whatever transformers raises where there is none."""
-    made = CONFIG_MAPPING[kind]().to_dict()
-    small = _shrunk(made)
-    text, usual = small.get("text_config"), made.get("text_config") or {}
-    if text:
-        rope, kinds = usual.get("rope_parameters") or {}, list(dict.fromkeys(usual.get("layer_types") or ()))
-        if "mrope_section" in rope or kind in ("qwen2_vl", "qwen2_5_vl"):
-            text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-        if len(kinds) > 1:
-            text |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
-        if kind in ("kimi_k25", "glm5_next", "dots3_note"):
-            text["num_key_value_heads"] = text["num_attention_heads"]
-    del small["model_type"]
-    return CONFIG_MAPPING[kind](**small)
-
-
-def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
-    small = dict[str, Any]()
-    for name, value in fields.items():
-        if name in _LEFT_OUT:
-            continue
-        if isinstance(value, dict) and name.endswith("config"):
-            small[name] = _shrunk(value)
-        elif name.endswith(("_token_id", "_token_index")) and name not in _SMALL:
-            small[name] = 250 if isinstance(value, int) else value
-        else:
-            is_size = isinstance(value, int | float) and not isinstance(value, bool)
-            is_size |= name == "intermediate_size" and isinstance(value, list)
-            small[name] = _SMALL[name] if name in _SMALL and is_size else value
-    return small
 
 
 def save_miniature(kind: str, folder: Path) -> PreTrainedModel:
     torch.manual_seed(0)
     found = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
-    model = disturbed(getattr(transformers, found)(miniature(kind)).float().eval())
+    whole = CONFIG_MAPPING[kind]()
+    vision = getattr(whole, "vision_config", None) or whole
+    for name in _OF_VISION.keys() & vars(vision):
+        setattr(vision, name, _OF_VISION[name])
+    config: Any = miniature(whole)
+    if kind in ("qwen2_vl", "qwen2_5_vl"):  # sections that sum to half of a head
+        config.text_config.rope_parameters["mrope_section"] = [2, 3, 3]
+    model = disturbed(getattr(transformers, found)(config).float().eval())
     model.save_pretrained(folder)
     return model
