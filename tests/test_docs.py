@@ -2,16 +2,15 @@
 
 import argparse
 import ast
-import importlib
 import json
 import re
 import subprocess
 import sys
 import tomllib
 from functools import cache
+from importlib import import_module
 from itertools import combinations, pairwise
 from pathlib import Path, PurePosixPath
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,13 +41,13 @@ def test_the_readme_is_short():
 @pytest.mark.parametrize("name", ["commands", "support_matrix", "zoo_page", "gpu_figures", "ledger"])
 def test_the_tables_of_options_and_of_what_goes_together_are_those_of_the_program(name: str):
     """A change of options is one for users: it belongs in CHANGELOG.md. To mend it: benchmarks/NAME.py --write"""
-    page = benchmark(name)
+    page = import_module(name)
     document = page.DOCUMENT.read_text()
-    assert benchmark("written_page").with_tables(document, page.tables()) == document
+    assert import_module("written_page").with_tables(document, page.tables()) == document
 
 
 def test_every_command_and_every_rule_stands_in_its_document():
-    page, matrix = benchmark("commands").DOCUMENT.read_text(), benchmark("support_matrix")
+    page, matrix = import_module("commands").DOCUMENT.read_text(), import_module("support_matrix")
     (subparsers,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert [name for name in subparsers.choices or () if f"`shardwise {name}" not in page] == []
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
@@ -118,17 +117,10 @@ def test_every_line_of_a_job_in_the_techniques_is_a_job(line):
     assert read_job(tree, origin="techniques.md") != read_job({**tree, section: {}}, origin="techniques.md")
 
 
-@cache
-def benchmark(name: str) -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(REPOSITORY / "benchmarks")
-        return importlib.import_module(name)
-
-
 def test_the_measured_techniques_are_the_figures_that_were_kept():
     """And each peak is what was predicted, within 10 %, but for what the page says is not counted yet."""
     *_, newest = sorted((REPOSITORY / "benchmarks" / "results").glob("techniques-*.json"))
-    techniques = benchmark("techniques")
+    techniques = import_module("techniques")
     rows = [techniques.Measured(**row) for row in json.loads(newest.read_text())["rows"]]
     assert f"<!-- measured -->\n{techniques.table_of(rows)}<!-- /measured -->" in TECHNIQUES
     for row in (row for row in rows if "dora" not in row.name):
@@ -152,7 +144,7 @@ def test_every_test_that_the_documents_name_is_there():
 
 def test_the_covering_set_runs_what_the_support_matrix_says_it_does():
     """Any two values of a cell that cites it meet in one of its points."""
-    matrix = benchmark("support_matrix")
+    matrix = import_module("support_matrix")
     met = {frozenset(pair) for point in covering(list(points())) for pair in point.pairs}
     cells = matrix.cited()["covering"]
     assert len(cells) > 100
@@ -220,4 +212,4 @@ def test_no_folder_of_code_has_more_than_twenty_entries():
 
 def test_the_readme_sums_up_the_ledger():
     """To mend it: the sentence that benchmarks/ledger.py `statement` returns."""
-    assert benchmark("ledger").statement() in " ".join(README.split())
+    assert import_module("ledger").statement() in " ".join(README.split())

@@ -1,11 +1,9 @@
 """Figures of runs on GPUs in the pages are those of the results files, and no other such figure stands there."""
 
-import importlib
 import re
 from pathlib import Path
-from types import ModuleType
 
-import pytest
+import gpu_figures
 
 from shardwise.trainer.planning.search.certainty import OWN_PEAKS
 
@@ -18,13 +16,6 @@ NAMES = re.compile(
 )
 # From a note in the code, beside the constant that it explains, or of the kinds that the table of benchmarks.md lists.
 ELSEWHERE = ("speed-model.md", "workarounds.md")
-
-
-@pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        return importlib.import_module("gpu_figures")
 
 
 def prose(page: Path) -> list[str]:
@@ -41,14 +32,14 @@ def uncovered(paragraph: str, statements: list[str]) -> list[str]:
     return [figure for each in sentences for figure in re.findall(r"\d[\d.,]*", NAMES.sub("", each))]
 
 
-def test_every_statement_on_a_run_on_a_gpu_has_the_figures_of_its_results_file(figures: ModuleType) -> None:
-    for page, statements in figures.statements().items():
+def test_every_statement_on_a_run_on_a_gpu_has_the_figures_of_its_results_file() -> None:
+    for page, statements in gpu_figures.statements().items():
         text = " ".join(prose(ROOT / page))
         assert [each for each in statements if each not in text] == [], page
 
 
-def test_no_page_has_a_figure_of_an_own_run_on_a_gpu_that_no_results_file_has(figures: ModuleType) -> None:
-    known = figures.statements()
+def test_no_page_has_a_figure_of_an_own_run_on_a_gpu_that_no_results_file_has() -> None:
+    known = gpu_figures.statements()
     pages = [ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.name not in ELSEWHERE)]
     found = {
         page.name: figures_of
@@ -60,5 +51,5 @@ def test_no_page_has_a_figure_of_an_own_run_on_a_gpu_that_no_results_file_has(fi
     assert uncovered("On one H100 8B reached 15,000 tokens/s.", []) == ["15,000"], "a figure without a file is found"
 
 
-def test_the_kinds_that_a_plan_calls_compared_are_those_that_ran(figures: ModuleType) -> None:
-    assert {kind: len(found) for kind, found in figures.peak_differences().items()} == OWN_PEAKS
+def test_the_kinds_that_a_plan_calls_compared_are_those_that_ran() -> None:
+    assert {kind: len(found) for kind, found in gpu_figures.peak_differences().items()} == OWN_PEAKS

@@ -4,26 +4,21 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from headless_browser import CONTRAST, lacks_browser, running_browser
+from http_answers import answering
+from werkzeug.utils import send_from_directory
+from werkzeug.wrappers import Request, Response
 
 ROOT = Path(__file__).parents[1]
 
 
 # Of the theme, with opacity 0 until a pointer or the search shows them.
 UNSEEN = ("INPUT md-option", "DIV md-search-result__meta", "A headerlink")
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        """Nothing: the requests are not of interest."""
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +33,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=site)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    def answer(request: Request) -> Response:
+        return send_from_directory(site, request.path[1:] or "index.html", request.environ)
+
+    with answering(answer) as url:
+        yield f"{url}/"
 
 
 def test_every_page_is_part_of_the_site_and_can_be_searched(site: Path) -> None:

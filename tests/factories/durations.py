@@ -17,6 +17,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
@@ -168,16 +169,8 @@ class _Clock:
         self._forks_seconds += sum(map(float, self._forks.read().split()))
         usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         cpu = sum(each.ru_utime + each.ru_stime for each in usage) + self._forks_seconds
-        return Used(time.monotonic(), cpu, _idle_seconds())
-
-
-def _idle_seconds() -> float:
-    """Seconds that the cores of this machine have been idle, added up; 0 where the system does not tell."""
-    try:
-        words = Path("/proc/stat").read_text().split(maxsplit=6)
-    except OSError:
-        return 0.0
-    return (int(words[4]) + int(words[5])) / os.sysconf("SC_CLK_TCK")  # idle, and waiting for a disk
+        cores = psutil.cpu_times()
+        return Used(time.monotonic(), cpu, cores.idle + getattr(cores, "iowait", 0.0))  # or waiting for a disk
 
 
 class _Recorder:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from durations import file_of
+from durations import file_of, function_of
 
 from shardwise.launch.probe.host import read_host
 from shardwise.trainer.spec.units import GIB
@@ -80,10 +80,10 @@ class OutcomeFile:
             properties: dict[str, Any] = dict(report.user_properties)
             self._differences[file] += [Difference(*each) for each in properties.get(DIFFERENCES, ())]
             for kind, counts in properties.get(FAULTS, {}).items():
-                self._faults[_function_of(report.nodeid)][kind].update(counts)
+                self._faults[function_of(report.nodeid)][kind].update(counts)
             found: list[Any] = [value for name, value in report.user_properties if name == FINDING]
             for finding, member in found:
-                self._findings[_function_of(report.nodeid)][finding].append(member)
+                self._findings[function_of(report.nodeid)][finding].append(member)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -131,7 +131,7 @@ class OutcomeFile:
         }
 
     def _cases(self) -> dict[str, int]:
-        passed = (_function_of(name) for name, outcome in self._outcomes.items() if outcome == "passed")
+        passed = (function_of(name) for name, outcome in self._outcomes.items() if outcome == "passed")
         return dict(sorted(Counter(passed).items()))
 
     def _counts(self, outcomes: Iterable[str]) -> dict[str, int]:
@@ -188,10 +188,6 @@ def promised(page: str, folder: Path) -> Iterator[tuple[str, int, int]]:
         else:
             tried = sum(outcome["tests"].get(name, 0) for name in names)
         yield promise, int(stated), tried
-
-
-def _function_of(nodeid: str) -> str:
-    return nodeid.partition("[")[0]
 
 
 def _reason(report: pytest.TestReport) -> str:
