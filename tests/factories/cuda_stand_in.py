@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import os
-import shlex
 import subprocess
 import sys
 from functools import cache
@@ -12,14 +11,10 @@ from pathlib import Path
 from runpy import run_path
 
 import pytest
-from warm_python import REAL_PYTHON
+from gpu_machines import FAKE_CUDA, Card, Machine, smi_script
+from machine import FILE, LIBRARY
 
 from shardwise.launch.job import cache_home
-
-_FAKE = Path(__file__).with_name("fake_cuda")
-sys.path.append(str(_FAKE))
-
-from machine import FILE, LIBRARY, Card, Machine  # noqa: E402
 
 __all__ = ["H100", "RTX_4060", "T4", "Card", "Machine", "machine_environment", "needs_no_cuda"]
 
@@ -39,15 +34,13 @@ needs_no_cuda = pytest.mark.skipif(
 def machine_environment(machine: Machine, folder: Path) -> dict[str, str]:
     programs = folder / "bin"
     programs.mkdir(parents=True)
-    machine.write(folder / "machine.pickle")
-    words = shlex.join([f"{FILE}={folder / 'machine.pickle'}", REAL_PYTHON, "-I", "-S", str(_FAKE / "nvidia_smi.py")])
     program = programs / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\nexec env {words} "$@"\n')
+    program.write_text(f"#!/bin/sh\n{smi_script(machine, folder)}")
     program.chmod(0o755)
     return {
         FILE: str(folder / "machine.pickle"),
         LIBRARY: str(device_library()),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(_FAKE), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(FAKE_CUDA), os.environ.get("PYTHONPATH")))),
         "PATH": os.pathsep.join((str(programs), os.environ["PATH"])),
     }
 
@@ -55,7 +48,7 @@ def machine_environment(machine: Machine, folder: Path) -> dict[str, str]:
 @cache
 def device_library() -> Path:
     """The compiled device, which is built once for a torch and a source: half a minute the first time."""
-    source = _FAKE / "device.cpp"
+    source = FAKE_CUDA / "device.cpp"
     key = hashlib.sha256(f"{_VERSION['__version__']}{sys.version}".encode() + source.read_bytes()).hexdigest()[:16]
     folder = cache_home() / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True)

@@ -41,21 +41,12 @@ class TinyConfig(PretrainedConfig):
         for name, size in {_SIZES}.items():
             setattr(self, name, kwargs.pop(name, size))
         self.head_dim = self.hidden_size // self.num_attention_heads
+        self.mlp_bias, self.hidden_act = False, "silu"
         super().__init__(**kwargs)
 """
 _LAYERS = """
 import torch
 from torch import nn
-
-
-class TinyNorm(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def frequencies(size):
@@ -86,10 +77,10 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, eager_attention_forward
 
 from .configuration_tiny import TinyConfig
-from .tiny_layers import TinyNorm, TinyRotary, frequencies, rotate
+from .tiny_layers import TinyRotary, frequencies, rotate
 
 KEEPS_DOCUMENTS_APART = True
 
@@ -119,22 +110,11 @@ class TinyAttention(nn.Module):
         return self.o_proj(found.reshape(hidden.shape))
 
 
-class TinyMLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class TinyBlock(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
-        self.attention, self.mlp = TinyAttention(config, layer_idx), TinyMLP(config)
-        self.attention_norm, self.mlp_norm = TinyNorm(config.hidden_size), TinyNorm(config.hidden_size)
+        self.attention, self.mlp = TinyAttention(config, layer_idx), LlamaMLP(config)
+        self.attention_norm, self.mlp_norm = (LlamaRMSNorm(config.hidden_size) for _ in range(2))
 
     def forward(self, hidden, angles, mask, **kwargs):
         hidden = hidden + self.attention(self.attention_norm(hidden), angles, mask, **kwargs)
@@ -160,7 +140,7 @@ class TinyModel(TinyPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(TinyBlock(config, index) for index in range(config.num_hidden_layers))
-        self.norm, self.rotary = TinyNorm(config.hidden_size), TinyRotary(config.head_dim)
+        self.norm, self.rotary = LlamaRMSNorm(config.hidden_size), TinyRotary(config.head_dim)
         self.post_init()
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
@@ -237,10 +217,10 @@ def _weights() -> dict[str, numpy.ndarray]:
     }
 
 
-def code_of(folder: Path, repository: str = "tiny") -> ModelCode:
+def code_of(folder: Path) -> ModelCode:
     names = ("configuration_tiny.py", "modeling_tiny.py", "tiny_layers.py")
     return ModelCode(
-        repository=repository, revision=None, folder=str(folder),
+        repository="tiny", revision=None, folder=str(folder),
         files={name: sha256((folder / name).read_bytes()).hexdigest() for name in names},
         config_class=_CLASSES["AutoConfig"], model_class=_CLASSES["AutoModelForCausalLM"],
     )  # fmt: skip

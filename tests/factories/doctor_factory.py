@@ -1,10 +1,11 @@
 """Broken machines for `doctor`: kernel files below a folder, programs that stand in, libraries that stand in."""
 
+import dataclasses
 from pathlib import Path
 
 from captured_machine import Machine as LaidOut
 from fake_torch import FakeTorch
-from gpu_machines import machine_with
+from gpu_machines import FIRST, H100, Card, machine_with, smi_script
 from msgspec.structs import replace
 from warm_python import SWITCH
 
@@ -15,14 +16,6 @@ from shardwise.launch.probe.torch_fit import TorchResult
 from shardwise.trainer.spec.messages.worker_requests import DeviceTrial, TorchFacts
 
 MEMINFO = "MemTotal:       65536000 kB\nMemAvailable:   60000000 kB\nSwapTotal:             0 kB\n"
-H100 = (
-    "0, GPU-aaaa, 00000000:01:00.0, NVIDIA H100 80GB HBM3, 81559, 500, {free}, 9.0, {driver}, {mode}, "
-    "Enabled, Disabled, 700, 5, 16, 16"
-)
-V100 = (
-    "0, GPU-aaaa, 00000000:01:00.0, Tesla V100-SXM2-32GB, 32768, 300, 32000, 7.0, {driver}, Default, "
-    "Enabled, Disabled, 300, 3, 16, 16"
-)
 CUDA_13 = TorchFacts(version="2.13.0+cu130", cuda="13.0", devices=(DeviceTrial(),))
 
 
@@ -48,17 +41,9 @@ class BrokenMachine:
         program.chmod(0o755)
         return program
 
-    def install_gpu(
-        self, row: str = H100, *, driver: str = "580.95.05", free: int = 81000, mode: str = "Default", apps: str = ""
-    ) -> None:
-        line = row.format(driver=driver, free=free, mode=mode)
-        self.laid_out.install_nvidia_smi(
-            f"""case "$*" in
-    --query-gpu=*) echo '{line}' ;;
-    --query-compute-apps=*) printf '{apps}' ;;
-    *) echo '| NVIDIA-SMI {driver}    Driver Version: {driver}    CUDA Version: 13.0 |' ;;
-esac"""
-        )
+    def install_gpu(self, card: Card = H100, *, driver: str = "580.95.05", mode: str = "Default") -> None:
+        machine = machine_with(dataclasses.replace(card, compute_mode=mode), driver=driver, driver_cuda="13.0")
+        self.laid_out.install_nvidia_smi(smi_script(machine, self.folder))
 
     def add_module(self, name: str, source: str) -> Path:
         """A module that every Python started here finds before the installed one."""
@@ -74,7 +59,7 @@ esac"""
     def add_torch(self, problem: str | None = None) -> None:
         """A torch with code for Ampere and Hopper; `problem` is raised on the card."""
         torch = FakeTorch(self.folder / "modules")
-        torch.write(machine_with(architectures=("sm_80", "sm_90")), {"GPU-aaaa": problem})
+        torch.write(machine_with(architectures=("sm_80", "sm_90")), {FIRST: problem})
         self.environment |= {"PYTHONPATH": str(torch.folder), SWITCH: "0"}  # it loads nothing large
 
     def read(self, *, loads_torch: bool = False, timeout_s: float = TORCH_TIMEOUT_S) -> Machine:

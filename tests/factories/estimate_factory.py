@@ -1,13 +1,11 @@
 """Settings and devices for the tests of the two estimates: each factory names only what its test is about."""
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shardwise.launch.probe.host import read_host
 from shardwise.trainer.planning.configuration import Configuration, PolicyChoices
 from shardwise.trainer.planning.device import Device, device_of
 from shardwise.trainer.planning.memory.reference_trainers import REFERENCE_TRAINERS
@@ -51,25 +49,11 @@ def gpu(spec: str = "8xA100-SXM4-80GB") -> Device:
     return device_of(hardware_from_spec(spec, local_host=lambda: UNKNOWN_HOST))
 
 
-# What oneDNN does without where its instruction sets are limited: one machine then stands in for other kinds of CPU.
-_WITHHELD = {
-    "AVX2": {"avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16"},
-    "AVX512_CORE": {"avx512_bf16", "avx512_fp16", "amx_bf16"},
-    "AVX512_CORE_BF16": {"avx512_fp16", "amx_bf16"},
-}
-
-
 def cpu(num_ranks: int = 1, *, flags: tuple[str, ...] = ()) -> Device:
     host = replace(CPU_HOST, cpu_flags=flags)
     device = device_of(hardware_from_spec(f"{num_ranks}xCPU", local_host=lambda: host))
     assert device.kind is DeviceKind.CPU
     return device
-
-
-def this_cpu() -> Device:
-    """The CPU of this machine, by the instruction sets that oneDNN may use."""
-    withheld = _WITHHELD.get(os.environ.get("ONEDNN_MAX_CPU_ISA", ""), set())
-    return cpu(flags=tuple(flag for flag in read_host().cpu_flags if flag not in withheld))
 
 
 def configuration(

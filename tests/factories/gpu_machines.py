@@ -10,8 +10,8 @@ from captured_machine import Machine as LaidOut
 from captured_machine import captured
 from warm_python import REAL_PYTHON
 
-_FAKE = Path(__file__).with_name("fake_cuda")
-sys.path.append(str(_FAKE))
+FAKE_CUDA = Path(__file__).with_name("fake_cuda")
+sys.path.append(str(FAKE_CUDA))
 
 from machine import FILE, Card, Machine, uuid_of  # noqa: E402
 
@@ -20,6 +20,7 @@ __all__ = ["AMD", "FIRST", "GPU_MACHINES", "H100", "SECOND", "Card", "Machine", 
 FIRST, SECOND = (f"GPU-{uuid_of(index)}" for index in range(2))  # UUIDs
 RTX_4090 = Card(name="NVIDIA GeForce RTX 4090", capability=(8, 9), memory=24564)
 H100 = Card(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=81559)
+V100 = Card(name="Tesla V100-SXM2-32GB", capability=(7, 0), memory=32768)
 AMD = "0x1002"  # of PCI
 CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")  # as PyPI's wheel of the locked torch was built
 
@@ -39,7 +40,7 @@ GPU_MACHINES = {
     "rtx4090_and_old_card": machine_with(RTX_4090, _OLD_CARD),
     "laptop_4060": machine_with(_card("NVIDIA GeForce RTX 4060 Laptop GPU", (8, 9), 8188, held=700)),
     "t4": machine_with(_card("Tesla T4", (7, 5), 15360)),
-    "v100": machine_with(_card("Tesla V100-SXM2-32GB", (7, 0), 32768)),
+    "v100": machine_with(V100),
     "rtx5090": machine_with(_card("NVIDIA GeForce RTX 5090", (12, 0), 32607)),
     "wsl_rtx3080": machine_with(_RTX_3080, has_expandable_segments=False),
     "cuda_compat_h100": machine_with(H100, driver="550.90.07"),
@@ -52,6 +53,14 @@ _WSL = ("wsl_rtx3080",)
 _AMD_GPUS = {"amd": ("0000:03:00.0", "0000:83:00.0")}
 
 
+def smi_script(machine: Machine, folder: Path) -> str:
+    """Lines of a shell script that answers as nvidia-smi does on the machine, which is written into the folder."""
+    file = folder / "machine.pickle"
+    machine.write(file)
+    program = shlex.join([REAL_PYTHON, "-I", "-S", str(FAKE_CUDA / "nvidia_smi.py")])
+    return f'export {FILE}={shlex.quote(str(file))}\nexec {program} "$@"\n'
+
+
 def lay_out_gpus(folder: Path, machine: Machine | str) -> LaidOut:
     folder.mkdir(parents=True, exist_ok=True)
     laid_out = LaidOut(folder)
@@ -62,8 +71,5 @@ def lay_out_gpus(folder: Path, machine: Machine | str) -> LaidOut:
         laid_out.put_gpu_on_bus(address, vendor=AMD)
     known = GPU_MACHINES[machine] if isinstance(machine, str) else machine
     if known.cards:
-        file = folder / "machine.pickle"
-        known.write(file)
-        program = shlex.join([REAL_PYTHON, "-I", "-S", str(_FAKE / "nvidia_smi.py")])
-        laid_out.install_nvidia_smi(f'export {FILE}={shlex.quote(str(file))}\nexec {program} "$@"\n')
+        laid_out.install_nvidia_smi(smi_script(known, folder))
     return laid_out

@@ -90,17 +90,10 @@ def rank_plan(
     job = Job(train=TrainJob(seed=SEED, clip=clip, **train), limits=limits or Limits())
     plan = engine_plan(sharding, offload, job=job, **settings)
     steps: dict[str, Any] = {
-        "num_steps": num_steps,
-        "sequences_per_step": sequences_per_step,
-        "warmup_steps": 3,
-        "lr": lr,
-    }
-    steps |= {"eval_every_steps": eval_every_steps, "checkpoint_every_steps": checkpoint_every_steps}
-    steps |= {
-        "checkpoint_every_s": None,
-        "saving_max_share": None,
-        "rehearses_save": False,
-    }  # nothing goes by the clock
+        "num_steps": num_steps, "sequences_per_step": sequences_per_step, "warmup_steps": 3, "lr": lr,
+        "eval_every_steps": eval_every_steps, "checkpoint_every_steps": checkpoint_every_steps,
+        "checkpoint_every_s": None, "saving_max_share": None, "rehearses_save": False,  # nothing goes by the clock
+    }  # fmt: skip
     rows: dict[str, Any] = {"num_rows": 376, "num_eval_rows": NUM_EVAL_ROWS, "is_packed": False}
     return replace(
         plan,

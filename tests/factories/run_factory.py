@@ -31,9 +31,9 @@ def write_submission(run_dir: Path, *job_ids: str, **changes: Any) -> None:
     codec.write(run_dir / FILE_NAME, Submission(**{**plain, **changes}))
 
 
-def write_start(run_dir: Path, job_id: str, num_restarts: int = 0) -> None:
+def write_start(run_dir: Path, job_id: str) -> None:
     with (run_dir / JOBS_FILE).open("a") as stream:
-        stream.write(f"2026-11-22T17:31:00Z {job_id} {num_restarts} n[1-2]\n")
+        stream.write(f"2026-11-22T17:31:00Z {job_id} 0 n[1-2]\n")
 
 
 def write_attempt(run_dir: Path, number: int = 1, *, steps: Sequence[int] = (), num_steps: int = 100) -> Path:

@@ -124,7 +124,7 @@ def _loss_shift(by: int) -> Fault:
     return _instead(loss, "shift", lambda _: lambda labels: pad(labels[:, by:], (0, by), value=-100))
 
 
-def _batch(change: Callable[[MicroBatch], dict[str, Tensor]]) -> Fault:
+def _batch(change: Callable[[MicroBatch], dict[str, Any]]) -> Fault:
     """Fields of the micro batches of training are what `change` returns."""
 
     def changed(batch: MicroBatch) -> MicroBatch:
@@ -142,19 +142,19 @@ def _rows(change: Callable[[list[int]], list[int]]) -> Fault:
     return _instead(TokenRows, "order", lambda own: lambda self, **given: changed(own(self, **given)))
 
 
-def _dropped_label(batch: MicroBatch) -> dict[str, Tensor]:
+def _dropped_label(batch: MicroBatch) -> dict[str, Any]:
     labels = batch.labels.clone()
     labels[:, 1::2] = -100
     return {"labels": labels}
 
 
-def _corrupt_ids(batch: MicroBatch) -> dict[str, Tensor]:
+def _corrupt_ids(batch: MicroBatch) -> dict[str, Any]:
     ids = batch.input_ids.clone()
     ids[0, 0] = (ids[0, 0] + 1) % 97
     return {"input_ids": ids}
 
 
-def _one_row(batch: MicroBatch) -> dict[str, Tensor]:
+def _one_row(batch: MicroBatch) -> dict[str, Any]:
     """Every row of a micro batch is its first."""
     pairs = (("input_ids", batch.input_ids), ("labels", batch.labels))
     return {name: each[:1].expand_as(each).clone() for name, each in pairs}

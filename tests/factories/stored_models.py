@@ -29,10 +29,10 @@ DEEPSEEK = {
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def save_new(folder: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> Path:
+def save_new(folder: Path, config: Mapping[str, Any]) -> Path:
     torch.manual_seed(3)
     model: Any = disturbed(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
-    model.to(dtype).save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

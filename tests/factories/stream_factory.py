@@ -51,12 +51,11 @@ def prepared_stream(*sources: Path, cache_root: Path, **settings: Any) -> DataPr
     return profile
 
 
-def stream_plan(profile: DataProfile, *, seed: int = 7, **settings: Any) -> Plan:
+def stream_plan(profile: DataProfile, **settings: Any) -> Plan:
     assert profile.cache_dir is not None
     model_config = {**TINY_LLAMA, "vocab_size": profile.vocab_size}
     plan = rank_plan(Path(profile.cache_dir), **{"sequences_per_step": 4, "model_config": model_config, **settings})
-    job = msgspec.structs.replace(plan.job, train=msgspec.structs.replace(plan.job.train, seed=seed))
-    return msgspec.structs.replace(plan, data=profile, job=job)
+    return msgspec.structs.replace(plan, data=profile)
 
 
 def paths_of(run_dir: Path, *, attempt: int = 1) -> RunPaths:

@@ -39,7 +39,7 @@ PRELOADED = (
     "shardwise.trainer.runtime.tools.torch_check",
     "shardwise.launch.cli", "shardwise.launch.commands.train",
 )  # fmt: skip
-PRODUCT = ("shardwise",)
+PRODUCT = "shardwise"
 # Read when a library is imported: with another value of one of these a fork would not be the requested process.
 READ_AT_IMPORT = (
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "BNB_", "DATASETS_", "ONEDNN_",
@@ -337,7 +337,7 @@ def _run(arguments: list[str], path: list[str]) -> int:
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in os.environ]
     sys.path[:] = [*([] if is_safe else [first]), *(str(Path(entry).absolute()) for entry in given if entry), *path]
     _forget_other_product()
-    sys.argv = [{"-c": "-c", "-m": "-m"}.get(kind, target), *words]
+    sys.argv = [kind or target, *words]
     main_module = types.ModuleType("__main__")
     main_module.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main_module
@@ -363,15 +363,10 @@ def _start(kind: str, target: str, main_module: types.ModuleType, entries: list[
 def _forget_other_product() -> None:
     """Drops the project's modules if the module path has another copy of it, or another module of that name."""
     importlib.invalidate_caches()
-    for name in PRODUCT:
-        loaded = sys.modules.get(name)
-        if loaded is None:
-            continue
-        found = importlib.machinery.PathFinder.find_spec(name, sys.path)
-        if found is None or found.origin != loaded.__file__:
-            for each in [each for each in sys.modules if each.partition(".")[0] in PRODUCT]:
-                del sys.modules[each]
-            return
+    loaded, found = sys.modules.get(PRODUCT), importlib.machinery.PathFinder.find_spec(PRODUCT, sys.path)
+    if loaded is not None and (found is None or found.origin != loaded.__file__):
+        for each in [each for each in sys.modules if each.partition(".")[0] == PRODUCT]:
+            del sys.modules[each]
 
 
 def _ended(run: Any) -> int:

@@ -36,6 +36,7 @@ class Card:
 class Machine:
     cards: tuple[Card, ...]
     driver: str = "580.105.08"
+    driver_cuda: str | None = None  # the newest that the driver has, in the head of the table; None: no such head
     cuda: str | None = "13.0"  # that torch was built for
     architectures: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
     is_usable: bool = True  # whether the driver lets torch initialise CUDA

@@ -94,7 +94,9 @@ def _table(machine: Machine) -> list[str]:
         f"|    0   N/A  N/A    {pid:8d}      G   {program:32s} {size:8d}MiB |"
         for pid, program, size in machine.processes
     ]
-    return [*slices, "| Processes: |", *processes]
+    names = f"NVIDIA-SMI {machine.driver}    Driver Version: {machine.driver}    CUDA Version: {machine.driver_cuda}"
+    head = [] if machine.driver_cuda is None else [f"| {names} |"]
+    return [*head, *slices, "| Processes: |", *processes]
 
 
 if __name__ == "__main__":

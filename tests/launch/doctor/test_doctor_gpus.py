@@ -3,9 +3,9 @@
 import signal
 
 import pytest
-from doctor_factory import CUDA_13, V100, BrokenMachine, add_package, assert_reported, reported
+from doctor_factory import CUDA_13, BrokenMachine, add_package, assert_reported, reported
 from fake_torch import NO_CODE
-from gpu_machines import AMD
+from gpu_machines import AMD, V100
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from msgspec.structs import replace
 

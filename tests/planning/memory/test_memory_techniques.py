@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from estimate_factory import config, configuration, shape_of, this_cpu
+from estimate_factory import config, configuration, cpu, shape_of
 from msgspec.structs import replace
 from rank_factory import rank_plan
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.launch.probe.host import read_host
 from shardwise.trainer.planning.memory import estimate_memory, grouped
 from shardwise.trainer.runtime.loop.memory_profile import MemoryProfile
 from shardwise.trainer.runtime.models.build import build_trainable
@@ -181,7 +182,7 @@ def estimate(choices: Choices) -> MemoryEstimate:
         chosen["loss_chunk_tokens"] = None
     shape = shape_of({**FIELDS, **chosen.pop("fields")})
     num_ranks = 1 if chosen["sharding"] is Sharding.NONE else 2
-    return estimate_memory(shape, configuration(**chosen, num_ranks=num_ranks), this_cpu())
+    return estimate_memory(shape, configuration(**chosen, num_ranks=num_ranks), cpu(flags=read_host().cpu_flags))
 
 
 def predicted(choices: Choices) -> Bytes:
