@@ -1,16 +1,13 @@
 """A pytest plugin: `--product-coverage FOLDER` keeps which lines and branches of the product each test file executes.
 
 The context of the data is the test file, also in the programs that a test starts, warm ones included; a program that is
-killed leaves none. Each process writes a file of its own into the folder. This joins them, and writes the share of the
-branches of each room that were executed:
+killed leaves none. Each process writes a file of its own into the folder. Commands of coverage join and sum them up:
 
-    python tests/factories/product_coverage.py FOLDER OUTCOME.json
+    coverage combine --keep --data-file=FOLDER/data FOLDER
+    coverage report --data-file=FOLDER/data --include='trainer/planning/*'
 """
 
-import json
 import os
-import sys
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -60,36 +57,3 @@ class _Measurement:
         os.environ.pop(PROCESS_CONFIG, None)
         self._coverage.stop()
         self._coverage.save()
-
-
-def combine(folder: Path) -> Path:
-    joined = folder / "joined"
-    whole = coverage.Coverage(data_file=str(joined), config_file=False, branch=True, messages=False)
-    if not joined.exists():
-        whole.combine([str(path) for path in folder.glob("data.*")], keep=True)
-        whole.save()
-    return joined
-
-
-def by_room(data: Path) -> dict[str, dict[str, float]]:
-    measured = coverage.Coverage(data_file=str(data), config_file=False, branch=True, messages=False)
-    measured.load()
-    with tempfile.TemporaryDirectory() as place:
-        report = Path(place) / "report.json"
-        measured.json_report(outfile=str(report), ignore_errors=True)
-        files = json.loads(report.read_text())["files"]
-    counts: dict[str, list[int]] = {}
-    for name, each in sorted(files.items()):
-        path = Path(name).resolve()
-        root = next(parent for parent in path.parents if (parent / "pyproject.toml").is_file())
-        total = counts.setdefault(str(path.relative_to(root).parent), [0, 0])
-        total[0] += each["summary"]["num_branches"]
-        total[1] += each["summary"]["covered_branches"]
-    return {
-        room: {"branches": branches, "executed": executed, "percent": round(100 * executed / max(1, branches), 2)}
-        for room, (branches, executed) in counts.items()
-    }
-
-
-if __name__ == "__main__":  # python tests/factories/product_coverage.py FOLDER OUTCOME.json
-    Path(sys.argv[2]).write_text(json.dumps(by_room(combine(Path(sys.argv[1]))), indent=1) + "\n")
