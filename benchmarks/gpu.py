@@ -1,11 +1,12 @@
 """Half an hour on a GPU: does everything run, are predictions right, how fast is it compared with other trainers.
 
-    python benchmarks/gpu.py [--minutes 30] [--out DIR] [--only REGEX] [--list] [--write]
+    python benchmarks/gpu.py [--minutes 30] [--out DIR] [--only REGEX] [--peers DIR] [--list] [--write]
 
 One programme, the most valuable first: (1) an 8B model with all parameters at the planner's own choice, (2) FP8,
-(3) 8B with state in host RAM, and QLoRA under small caps, (4) predictions and measurements, and caps at the prediction
-and below it, (5) an 8B model compared with TRL and plain Accelerate, (6) small cards under --vram, (7) every engine and
-method. --list shows which steps three calls of ten minutes hold, by an upper bound of their seconds.
+(3) 8B with state in host RAM, and QLoRA under small caps, (4) the first twenty predictions and measurements, (5) an 8B
+model compared with other trainers, (6) caps at the prediction and below it, and the other predictions, (7) small cards
+under --vram, (8) every engine and method. --list shows which steps three calls of ten minutes hold, by an upper bound
+of their seconds.
 
 A call ends within its time limit; the next one continues with the remaining steps. Models have random weights: nothing
 is downloaded. Without a GPU, all of it is rehearsed with tiny models on the CPU.
@@ -66,17 +67,19 @@ PARTS = (
     Part(engines.PART, "Every engine and method", engines.summary, engines.table),
     Part(predicted.PART, "Predicted and measured", predicted.summary, predicted.table),
     Part(predicted.CAPS, "Caps at the prediction and 3 % below", predicted.caps_summary, predicted.caps_table),
-    Part(peers.PART, "Compared with TRL and plain Accelerate", peers.summary, peers.table),
+    Part(peers.PART, "Compared with TRL, Unsloth, Axolotl and plain Accelerate", peers.summary, peers.table),
     Part(fp8.PART, "FP8 and bf16", fp8.summary, fp8.table),
     Part(small_cards.PART, "Small cards", small_cards.summary, small_cards.table),
 )
 
 
 def programme(bench: Bench) -> list[Step]:
-    """All steps, in their order."""
+    """All steps, the most valuable first."""
     full, *others = headline.steps(bench)
-    later = (step for part in (predicted, peers, small_cards, engines) for step in part.steps(bench))
-    return [full, *fp8.steps(bench), *others, *later]
+    measured = predicted.steps(bench)
+    first, rest = measured[: predicted.NUM_FIRST], measured[predicted.NUM_FIRST :]
+    later = (step for part in (small_cards, engines) for step in part.steps(bench))
+    return [full, *fp8.steps(bench), *others, *first, *peers.steps(bench), *rest, *later]
 
 
 def main() -> int:
@@ -86,7 +89,9 @@ def main() -> int:
     out: Path = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with stop.listening():
-        bench = Bench(out, is_tiny=options.tiny, console=console, stop=stop, is_listed=options.list)
+        bench = Bench(
+            out, is_tiny=options.tiny, console=console, stop=stop, is_listed=options.list, peers=options.peers
+        )
         log = StepLog(out / f"steps-{slug_of(bench)}.jsonl", versions=bench.versions)
         steps = matching(programme(bench), options.only, first=options.first)
         if options.list:
@@ -235,6 +240,13 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
+def _folder(text: str) -> Path:
+    folder = Path(text).absolute()
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return folder
+
+
 def _options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
@@ -243,6 +255,7 @@ def _options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", default="", metavar="REGEX", help="steps with this in `part: name`")
     add("--first", type=int, metavar="N", help="the first N steps of each part")
     add("--together", type=int, metavar="N", help="concurrent runs if only memory counts; default by cores")
+    add("--peers", type=_folder, metavar="DIR", help="packages of other trainers: DIR/unsloth, DIR/axolotl")
     add("--list", action="store_true", help="show the steps of three calls of ten minutes, and run none")
     add("--tiny", action="store_true", help="rehearse with tiny models, also on a GPU")
     add("--write", action="store_true", help="update benchmarks/results/, tests/calibration/ and docs/benchmarks.md")

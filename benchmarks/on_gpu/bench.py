@@ -78,9 +78,11 @@ class Bench:
         stop: StopRequest,
         environment: Mapping[str, str] = os.environ,
         is_listed: bool = False,
+        peers: Path | None = None,
     ) -> None:
         hardware = read_machine(None)
         self.work, self.console, self.stop = work, console, stop
+        self.peers = peers  # of the packages of other trainers, a folder each
         self.environment = {**environment, "XDG_STATE_HOME": str(work / "no-earlier-runs")}
         self.hardware = replace(hardware, gpus=hardware.gpus[:1])
         self.is_tiny = (is_tiny or not self.hardware.gpus) and not is_listed  # a list is of the real models

@@ -1,7 +1,10 @@
-"""The files that a user writes to train with shardwise, TRL and plain Accelerate, generated for a contest.
+"""The files that a user writes to train with shardwise, TRL, Unsloth, Axolotl and plain Accelerate, for a contest.
 
-All have the same model, rows in the same order, precision, recomputation, optimizer and learning rate. shardwise is
-compared twice: with these settings pinned, and with everything except the job and its precision chosen by the planner.
+All have the same model, rows in the same order, precision, recomputation, optimizer and learning rate. At equal settings
+none but plain Accelerate holds the logits of a whole micro batch: shardwise, TRL and Axolotl compute the loss in chunks,
+and Unsloth, which has no other, in its fused head. shardwise is compared twice: with these settings pinned, and with
+everything except the job and its precision chosen by the planner; and so are the others, with the settings that their
+own documentation recommends for speed on a large card.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,6 +19,7 @@ from shardwise.trainer.spec.value import Value
 SEED, LORA_RANK, LORA_ALPHA = 0, 16, 32
 PLANNED_STEPS = 1000  # in ten steps a compilation would not pay
 BETAS = (0.9, 0.95)  # those of shardwise
+LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of a Llama's block
 
 
 class Contest(Value, frozen=True, kw_only=True):
@@ -74,6 +78,7 @@ def pinned_job(job: PeerJob) -> str:
         "pin.precision": contest.precision,
         "pin.optimizer": "adamw_fused",
         "pin.checkpointing": contest.checkpointing,
+        "pin.loss": "chunked",
         "pin.attention": "sdpa",
         "pin.micro_batch": contest.micro_batch,
         "pin.compile": False,
@@ -112,7 +117,11 @@ def _job_file(settings: Mapping[str, Any]) -> str:
         for section in sections:
             place = place.setdefault(section, {})
         place[key] = value
-    return yaml.safe_dump(nested, sort_keys=False, default_flow_style=False, width=10_000)
+    return _yaml(nested)
+
+
+def _yaml(settings: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(settings), sort_keys=False, default_flow_style=False, width=10_000)
 
 
 def trl_script(job: PeerJob, **more: bool) -> str:
@@ -139,8 +148,121 @@ def trl_script(job: PeerJob, **more: bool) -> str:
 
 def best_trl_script(job: PeerJob) -> str:
     """TRL's SFTTrainer with the fastest settings of a large card: Liger's kernels and head, nothing recomputed."""
-    contest = replace(job.contest, checkpointing="none")
-    return trl_script(job._replace(contest=contest), use_liger_kernel=True)
+    return trl_script(_without_recomputation(job), use_liger_kernel=True)
+
+
+def unsloth_script(job: PeerJob) -> str:
+    """Unsloth's model in TRL's SFTTrainer, as in its notebooks; its kernels and fused loss are always in use."""
+    contest, is_recomputed = job.contest, job.contest.checkpointing != "none"
+    load = {
+        "model_name": str(job.model),
+        "max_seq_length": job.seq_len,
+        "dtype": Code("torch.bfloat16"),
+        "load_in_4bit": job.is_quantised,
+        "load_in_16bit": contest.method == "lora",
+        "full_finetuning": not job.has_adapters,
+        "use_gradient_checkpointing": is_recomputed,
+        "random_state": SEED,
+    }
+    adapters = {
+        "": Code("model"),
+        "r": LORA_RANK,
+        "lora_alpha": LORA_ALPHA,
+        "lora_dropout": 0,
+        "target_modules": LINEAR_LAYERS,
+        "use_gradient_checkpointing": is_recomputed,
+        "random_state": SEED,
+    }
+    settings = _trainer_arguments(job) | {"max_length": job.seq_len}
+    trainer = {
+        "model": Code("model"),
+        "processing_class": Code("tokenizer"),
+        "train_dataset": Code("rows"),
+        "args": Code(_call("SFTConfig", settings, indent=4)),
+    }
+    return _script(
+        ["from unsloth import FastLanguageModel  # before the libraries that it changes", ""],
+        ["import torch", "from datasets import load_dataset", "from trl import SFTConfig, SFTTrainer", ""],
+        [f"model, tokenizer = {_call('FastLanguageModel.from_pretrained', load)}"],
+        [f"model = {_call('FastLanguageModel.get_peft_model', adapters)}"] if job.has_adapters else [],
+        [f'rows = load_dataset("json", data_files={str(job.rows)!r}, split="train")'],
+        [f"trainer = {_call('SFTTrainer', trainer)}", "trainer.train()"],
+    )
+
+
+def best_unsloth_script(job: PeerJob) -> str:
+    """Unsloth with nothing recomputed: its offloaded recomputation saves memory, which a large card has."""
+    return unsloth_script(_without_recomputation(job))
+
+
+def axolotl_config(job: PeerJob) -> str:
+    """Axolotl with the settings of the others: chunked loss, without its kernels for adapters."""
+    kernels = dict.fromkeys(_AXOLOTL_LORA_KERNELS, False) if job.has_adapters else {}
+    return _yaml(_axolotl_settings(job) | {"chunked_cross_entropy": True} | kernels)
+
+
+def best_axolotl_config(job: PeerJob) -> str:
+    """Axolotl with the fastest settings of a large card: Liger's kernels and head, its own kernels for adapters."""
+    fused = {
+        "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+        "liger_rope": True,
+        "liger_rms_norm": True,
+        "liger_glu_activation": not job.has_adapters,  # with adapters Axolotl's own kernel computes the MLP
+        "liger_fused_linear_cross_entropy": True,
+    }
+    kernels = dict.fromkeys(_AXOLOTL_LORA_KERNELS, True) if job.has_adapters else {}
+    return _yaml(_axolotl_settings(_without_recomputation(job)) | fused | kernels)
+
+
+_AXOLOTL_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")  # on by default where they can be
+
+
+def _axolotl_settings(job: PeerJob) -> dict[str, Any]:
+    contest, is_recomputed = job.contest, job.contest.checkpointing != "none"
+    adapters = {
+        "adapter": contest.method,
+        "load_in_4bit": job.is_quantised,
+        "lora_r": LORA_RANK,
+        "lora_alpha": LORA_ALPHA,
+        "lora_dropout": 0.0,
+        "lora_target_modules": LINEAR_LAYERS,
+    }
+    return {
+        "base_model": str(job.model),
+        **(adapters if job.has_adapters else {}),
+        "datasets": [{"path": str(job.rows), "ds_type": "json", "type": None}],  # no type: the rows are tokens already
+        "dataset_prepared_path": str(job.folder / "prepared"),
+        "shuffle_merged_datasets": False,
+        "curriculum_sampling": True,  # the order of the file
+        "val_set_size": 0,
+        "sequence_len": job.seq_len,
+        "sample_packing": False,
+        "pad_to_sequence_len": False,
+        "micro_batch_size": contest.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "max_steps": contest.num_steps,
+        "num_epochs": 1,
+        "optimizer": "adamw_torch_fused",
+        "adam_beta2": BETAS[1],
+        "learning_rate": contest.lr,
+        "lr_scheduler": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "bf16": True if contest.precision == "bf16-mixed" else "full",  # full: without autocast
+        "tf32": False,
+        "gradient_checkpointing": is_recomputed,
+        **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if is_recomputed else {}),
+        "attn_implementation": "sdpa",
+        "seed": SEED,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "output_dir": str(job.folder / "out"),
+    }
+
+
+def _without_recomputation(job: PeerJob) -> PeerJob:
+    return job._replace(contest=replace(job.contest, checkpointing="none"))
 
 
 def accelerate_script(job: PeerJob) -> str:

@@ -1,10 +1,15 @@
-"""Part 3: tokens per second of an 8B model compared with TRL and plain Accelerate, sequentially on the same card.
+"""Part 3: tokens per second of an 8B model compared with TRL, Unsloth, Axolotl and plain Accelerate on the same card.
 
 Each trainer is a separate process that trains a few steps; a clock inside it records when a step has ended and the
 device is idle. The losses are stored with the speed: trainers that do the same work have the same ones.
+
+Unsloth and Axolotl need other versions of transformers and TRL than each other and shardwise, so each may have a folder
+of packages of its own, PEERS/unsloth and PEERS/axolotl, whose packages its process finds before those of this Python.
+A trainer whose packages are in neither place is refused, with a line that names them.
 """
 
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -14,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +33,14 @@ from on_gpu.peer_files import (
     Contest,
     PeerJob,
     accelerate_script,
+    axolotl_config,
+    best_axolotl_config,
     best_trl_script,
+    best_unsloth_script,
     pinned_job,
     planned_job,
     trl_script,
+    unsloth_script,
 )
 from on_gpu.programme import Step
 from on_gpu.tables import bytes_cell, markdown_table, number, ratio
@@ -49,10 +58,12 @@ CONTESTS = (
 )
 NEEDED = {"full": (), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}  # packages, besides a trainer's own
 EXPECTED_S, LIMIT_S = 80.0, 300.0  # of one trainer on a GPU, from start to end
+COMPILES_S = 40.0  # more: Unsloth and Axolotl compile their kernels, and import more
 END_S, POLL_S = 10.0, 0.2
 _OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "DefaultCPUAllocator: can't allocate")
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_MODE": "disabled",
+    "UNSLOTH_DISABLE_STATISTICS": "1", "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
 
@@ -65,6 +76,16 @@ class Trainer(NamedTuple):
     file: str
     write: Callable[[PeerJob], str]
     others: tuple[str, ...] = ()  # packages that it needs besides
+    module: str | None = None  # that reads the file; None: the file is a script
+    environment: str | None = None  # folder of its packages below PEERS, if it may have one
+
+
+def _unsloth(name: str, write: Callable[[PeerJob], str]) -> Trainer:
+    return Trainer(name, "unsloth", "train_unsloth.py", write, ("unsloth_zoo", "trl"), environment="unsloth")
+
+
+def _axolotl(name: str, write: Callable[[PeerJob], str], *others: str) -> Trainer:
+    return Trainer(name, "axolotl", "axolotl.yaml", write, others, module="axolotl.cli.train", environment="axolotl")
 
 
 PINNED = "shardwise, same settings"
@@ -73,6 +94,10 @@ TRAINERS = (
     Trainer("shardwise, its own choice", None, "job.yaml", planned_job),
     Trainer("TRL SFTTrainer", "trl", "train_trl.py", trl_script),
     Trainer("TRL SFTTrainer, best settings", "trl", "train_trl.py", best_trl_script, ("liger-kernel",)),
+    _unsloth("Unsloth", unsloth_script),
+    _unsloth("Unsloth, best settings", best_unsloth_script),
+    _axolotl("Axolotl", axolotl_config),
+    _axolotl("Axolotl, best settings", best_axolotl_config, "liger-kernel"),
     Trainer("plain Accelerate", "accelerate", "train_accelerate.py", accelerate_script),
 )
 
@@ -84,19 +109,24 @@ class PeerError(Exception):
 def steps(bench: Bench) -> list[Step]:
     """Each trainer in each contest, alone on the card."""
     return [
-        Step(PART, f"{contest.name}: {trainer.name}", partial(run_trainer, bench, contest, trainer), EXPECTED_S)
+        Step(
+            PART, f"{contest.name}: {trainer.name}", partial(run_trainer, bench, contest, trainer), expected_s(trainer)
+        )
         for contest in CONTESTS
         for trainer in TRAINERS
     ]
 
 
+def expected_s(trainer: Trainer) -> float:
+    """Upper bound of the seconds of a trainer on a GPU."""
+    return EXPECTED_S + (COMPILES_S if trainer.environment else 0.0)
+
+
 def run_trainer(bench: Bench, contest: Contest, trainer: Trainer) -> Row:
     """One trainer, from its start to the end of its last step."""
     facts: Row = {"contest": contest.name, "trainer": trainer.name}
-    packages = [*([trainer.package] if trainer.package else []), *trainer.others, *NEEDED[contest.method]]
-    missing = [package for package in packages if not _is_installed(package)]
-    if missing:
-        return facts | {"outcome": str(Outcome.REFUSED), "reason": f"{missing[0]} is not installed here"}
+    if (reason := missing_package(bench, contest, trainer)) is not None:
+        return facts | {"outcome": str(Outcome.REFUSED), "reason": reason}
     (bench.work / "peers").mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=bench.work / "peers"))
     try:
@@ -109,6 +139,26 @@ def run_trainer(bench: Bench, contest: Contest, trainer: Trainer) -> Row:
         return facts | {"outcome": str(error) if is_out else str(Outcome.FAILED), "reason": str(error)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def missing_package(bench: Bench, contest: Contest, trainer: Trainer) -> str | None:
+    """The first package that a trainer lacks, as a sentence; None if it has all."""
+    packages = [*([trainer.package] if trainer.package else []), *trainer.others, *NEEDED[contest.method]]
+    own = own_packages(bench, trainer)
+    path = [*([str(own)] if own is not None else []), *sys.path]
+    missing = next((each for each in packages if not any(distributions(name=each, path=path))), None)
+    if missing is None:
+        return None
+    if trainer.environment is None:
+        return f"{missing} is not installed here"
+    place = "--peers DIR names no such folder" if own is None else f"{own} lacks it too"
+    return f"{missing} is not installed here, and {place}"
+
+
+def own_packages(bench: Bench, trainer: Trainer) -> Path | None:
+    """The folder of a trainer's own packages; None if it has none."""
+    folder = bench.peers / trainer.environment if bench.peers is not None and trainer.environment else None
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def _choice(plan_path: Path) -> Row:
@@ -186,6 +236,8 @@ def _lines_of(bench: Bench, trainer: Trainer, job: PeerJob) -> list[Row]:
     file = job.folder / trainer.file
     file.write_text(trainer.write(job))
     environment = {**bench.environment, **_OFFLINE}
+    if (own := own_packages(bench, trainer)) is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(own), environment.get("PYTHONPATH"))))
     if bench.hardware.gpus:
         visible = environment.get("CUDA_VISIBLE_DEVICES") or "0"
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]  # transformers' Trainer would use every card
@@ -193,7 +245,7 @@ def _lines_of(bench: Bench, trainer: Trainer, job: PeerJob) -> list[Row]:
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             argv_of(trainer, file, num_steps=job.contest.num_steps),
-            cwd=ROOT,
+            cwd=ROOT if trainer.package is None else job.folder,  # where Unsloth writes compiled modules
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -215,7 +267,8 @@ def argv_of(trainer: Trainer, file: Path, *, num_steps: int) -> list[str]:
     `shardwise profile --time` runs the steps of the job's own plan and, like the others here, saves nothing.
     """
     if trainer.package is not None:
-        return [sys.executable, str(SCRIPTS / "with_clock.py"), str(file.parent), str(file)]
+        target = [str(file)] if trainer.module is None else [trainer.module, str(file)]
+        return [sys.executable, str(SCRIPTS / "with_clock.py"), str(file.parent), *target]
     hook = file.parent / "clock.py"
     hook.write_text(
         f"import sys\nfrom pathlib import Path\n\nsys.path.insert(0, {str(SCRIPTS)!r})\n"
@@ -269,13 +322,6 @@ def _reason(log: str, return_code: int | None) -> str:
     errors = [line for line in lines if "Error" in line or "error:" in line]
     last = (errors or lines or ["no output"])[-1]
     return f"ended with {return_code}: {last[:300]}"
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False
 
 
 def _groups(rows: Mapping[str, Row]) -> dict[str, dict[str, Row]]:

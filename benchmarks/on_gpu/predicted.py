@@ -119,6 +119,7 @@ CASES: tuple[Case, ...] = (
     case_of(f"{L1} full bf16-mixed adamw_fused none chunked 4x2048", compile="true"),
     case_of(f"{L1} full bf16 adamw_fused none chunked 4x4096", activation_offload="true"),
 )  # fmt: skip
+NUM_FIRST = 20
 TIMED = CASES[:8]
 # The peak has a different cause in each: logits, the optimizer's step, the backward of a block, adapters, 8-bit state,
 # saved activations, projections, 4-bit weights.
@@ -131,7 +132,7 @@ CAPPED: tuple[Case, ...] = (
 def steps(bench: Bench) -> list[Step]:
     """The first twenty cases, the caps, and the other cases."""
     found = [case_step(PART, bench, case, is_timed=case in TIMED) for case in CASES]
-    return [*found[:20], *_cap_steps(bench), *found[20:]]
+    return [*found[:NUM_FIRST], *_cap_steps(bench), *found[NUM_FIRST:]]
 
 
 def _cap_steps(bench: Bench) -> list[Step]:

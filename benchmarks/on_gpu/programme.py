@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -192,12 +193,13 @@ def without_folders(row: Row, folders: Sequence[Path]) -> Row:
 
 
 def matching(steps: Sequence[Step], only: str, *, first: int | None = None) -> list[Step]:
-    """The steps with this pattern in `part: name`, at most `first` of each part."""
-    found: dict[str, list[Step]] = {}
+    """The steps with this pattern in `part: name`, at most `first` of each part, in their order."""
+    taken, found = Counter[str](), list[Step]()
     for step in steps:
-        if re.search(only, f"{step.part}: {step.name}"):
-            found.setdefault(step.part, []).append(step)
-    return [step for of_part in found.values() for step in of_part[:first]]
+        if re.search(only, f"{step.part}: {step.name}") and (first is None or taken[step.part] < first):
+            taken[step.part] += 1
+            found.append(step)
+    return found
 
 
 def _read_lines(path: Path) -> Iterator[Row]:

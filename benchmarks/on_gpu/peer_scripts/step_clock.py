@@ -10,7 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "bitsandbytes", "datasets", "liger-kernel")
+PACKAGES = (
+    "torch", "transformers", "accelerate", "peft", "trl", "unsloth", "axolotl", "bitsandbytes", "datasets", "liger-kernel",
+)  # fmt: skip
 
 
 class StepClock:

@@ -1,9 +1,13 @@
-"""Runs a training script unchanged, with a clock at the end of each step: python with_clock.py FOLDER SCRIPT.py
+"""Runs a trainer unchanged, with a clock at the end of each step.
+
+    python with_clock.py FOLDER SCRIPT.py
+    python with_clock.py FOLDER axolotl.cli.train CONFIG.yaml
 
 A step ends with the callback of transformers' Trainer and its subclasses, or when the script prints the number of a
 step and its loss.
 """
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -13,17 +17,24 @@ from step_clock import StepClock
 
 
 def main() -> None:
-    """Adds the clock, then runs the script."""
-    folder, script = sys.argv[1:]
+    """Adds the clock, then runs the script, or the module with its arguments."""
+    folder, target, *rest = sys.argv[1:]
     clock = StepClock(Path(folder))
-    if "Trainer" in Path(script).read_text():
+    sys.argv = [target, *rest]
+    if not target.endswith(".py"):
+        _add_callback(clock)
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        return
+    script = Path(target).read_text()
+    if "from unsloth import" in script:
+        importlib.import_module("unsloth")  # it must be imported before transformers, which the callback needs
+    if "Trainer" in script:
         _add_callback(clock)
 
     def print_step(step: int, loss: float) -> None:
         clock.end_of_step(step, loss=loss)
 
-    sys.argv = [script]
-    runpy.run_path(script, init_globals={"print": print_step}, run_name="__main__")
+    runpy.run_path(target, init_globals={"print": print_step}, run_name="__main__")
 
 
 def _add_callback(clock: StepClock) -> None:
