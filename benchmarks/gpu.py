@@ -3,10 +3,10 @@
     python benchmarks/gpu.py [--minutes 30] [--out DIR] [--only REGEX] [--peers DIR] [--list] [--write]
 
 One programme, the most valuable first: (1) an 8B model with all parameters at the planner's own choice, (2) FP8,
-(3) 8B with state in host RAM, and QLoRA under small caps, (4) the first twenty predictions and measurements, (5) an 8B
-model compared with other trainers, (6) caps at the prediction and below it, and the other predictions, (7) small cards
-under --vram, (8) every engine and method. --list shows which steps three calls of ten minutes hold, by an upper bound
-of their seconds.
+(3) 8B with state in host RAM, and QLoRA under small caps, (4) LoRA of 8B compared with other trainers, (5) the first
+twenty predictions and measurements, (6) all parameters and QLoRA of 8B compared with other trainers, (7) caps at the
+prediction and below it, and the other predictions, (8) small cards under --vram, (9) every engine and method. --list
+shows which steps three calls of ten minutes hold, by an upper bound of their seconds.
 
 A call ends within its time limit; the next one continues with the remaining steps. Models have random weights: nothing
 is downloaded. Without a GPU, all of it is rehearsed with tiny models on the CPU.
@@ -76,10 +76,11 @@ PARTS = (
 def programme(bench: Bench) -> list[Step]:
     """All steps, the most valuable first."""
     full, *others = headline.steps(bench)
-    measured = predicted.steps(bench)
-    first, rest = measured[: predicted.NUM_FIRST], measured[predicted.NUM_FIRST :]
+    measured, contests = predicted.steps(bench), peers.steps(bench)
+    twenty, rest = measured[: predicted.NUM_FIRST], measured[predicted.NUM_FIRST :]
+    lora, other_contests = contests[: len(peers.TRAINERS)], contests[len(peers.TRAINERS) :]
     later = (step for part in (small_cards, engines) for step in part.steps(bench))
-    return [full, *fp8.steps(bench), *others, *first, *peers.steps(bench), *rest, *later]
+    return [full, *fp8.steps(bench), *others, *lora, *twenty, *other_contests, *rest, *later]
 
 
 def main() -> int:

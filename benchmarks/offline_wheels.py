@@ -7,6 +7,11 @@ einops and msgpack; these and their dependencies are not in the bundles. Version
 newest that pyproject.toml allows. DeepSpeed publishes no wheel, so one is built here, without operators: cpu_adam is
 compiled on the machine and needs g++ and Python's headers. shardwise itself is there twice: as a wheel, which every
 process imports, and as the tracked files, which contain benchmarks/ and tests/; both are those of the last commit.
+
+Unsloth and Axolotl require other versions of transformers and TRL, so each has an environment of its own: a folder of
+wheels that its lock file, benchmarks/on_gpu/peer_scripts/NAME.lock, lists. The lock files have what training imports,
+not everything that the packages declare (web interfaces, cloud storage, evaluation); torch and triton are the
+machine's. Bundles lack a peer whose wheels pip does not find, and a line says so.
 """
 
 import argparse
@@ -23,6 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ("requirements.lock", "requirements-dev.lock")
 MIB = 2**20
 SOURCE = "shardwise.tar.gz"
+PEERS = ("unsloth", "axolotl")
+BUILT_HERE = "# no wheel"  # ends the line of a lock file if the package has only its source
+PEER_LOCKS = ROOT / "benchmarks" / "on_gpu" / "peer_scripts"
 
 
 class Package(NamedTuple):
@@ -79,8 +87,11 @@ copy the bundles to the machine, and there, in their folder:
     for bundle in bundle-*.tar; do tar xf "$bundle"; done
     mkdir -p shardwise && tar xzf {source} -C shardwise
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl
+    mkdir -p peers && for peer in {peers}; do
+        python3 -m pip install --no-index --no-deps --target "peers/$peer" "peer-wheels/$peer"/*.whl
+    done
     export PYTHONPATH="$PWD/site" HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
-    cd shardwise && python3 benchmarks/gpu.py --minutes 30 --out ../out
+    cd shardwise && python3 benchmarks/gpu.py --minutes 30 --out ../out --peers ../peers
 
 run it again to continue with the remaining steps; copy back ../out/*.json and ../out/*.jsonl
 """
@@ -99,7 +110,9 @@ def main() -> int:
         if done.returncode != 0:
             sys.stderr.write(f"pip ended with {done.returncode}; its error is above\n")
             return 1
+    peers = [name for name in PEERS if _fetch_peer(name, out, python=options.python, machine=options.machine)]
     paths = [out / SOURCE, *(path for package in PACKAGES for path in wheels_of(package.name, wheels))]
+    paths += [path for name in peers for path in sorted((out / "peer-wheels" / name).glob("*.whl"))]
     sizes = {str(path.relative_to(out)): path.stat().st_size for path in paths}
     try:
         bundles = bundles_of(sizes, limit_bytes=round(options.bundle_mib * MIB))
@@ -110,8 +123,31 @@ def main() -> int:
         _write_bundle(out, out / f"bundle-{number}.tar", names)
         mib = sum(sizes[name] for name in names) / MIB
         sys.stdout.write(f"bundle-{number}.tar, {mib:.1f} MiB: {', '.join(Path(name).name for name in names)}\n")
-    sys.stdout.write(COMMANDS.format(source=SOURCE))
+    sys.stdout.write(COMMANDS.format(source=SOURCE, peers=" ".join(peers)))
     return 0
+
+
+def _fetch_peer(name: str, out: Path, *, python: str, machine: str) -> bool:
+    """Downloads the wheels of a peer; False, with a line that says so, if pip does not find them all."""
+    wheels = out / "peer-wheels" / name
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    text = (PEER_LOCKS / f"{name}.lock").read_text()
+    for command in peer_pip_commands(text, wheels, python=python, machine=machine):
+        done = subprocess.run(command)
+        if done.returncode != 0:
+            sys.stderr.write(f"pip ended with {done.returncode}; its error is above; the bundles are without {name}\n")
+            return False
+    return True
+
+
+def peer_pip_commands(lock: str, wheels: Path, *, python: str, machine: str) -> list[list[str]]:
+    """The commands that download, and build from source where there is no wheel, what the lock of a peer lists."""
+    wanted = [f"{name}=={version}" for name, version in locked_versions(lock).items()]
+    built = [each for each in wanted if re.search(rf"^{re.escape(each)}\s.*{BUILT_HERE}$", lock, re.MULTILINE)]
+    downloaded = [each for each in wanted if each not in built]
+    build, download = _pip_prefixes(wheels, python=python, machine=machine)
+    return [[*download, *downloaded], *([[*build, *built]] if built else [])]
 
 
 def pip_commands(
@@ -124,12 +160,18 @@ def pip_commands(
         version = locked.get(package.name)
         wanted = f"{package.name}=={version}" if version else f"{package.name}{package.bound}"
         (built if package.is_built_here else downloaded).append(str(source) if package.name == "shardwise" else wanted)
+    build, download = _pip_prefixes(wheels, python=python, machine=machine)
+    return [*build, *built], [*download, *downloaded]
+
+
+def _pip_prefixes(wheels: Path, *, python: str, machine: str) -> tuple[list[str], list[str]]:
+    """The commands that build and that download wheels into `wheels`, without the packages."""
     pip = [sys.executable, "-m", "pip", "--quiet"]
     platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in (28, 27, 24, 17)]
     platforms += [f"--platform=manylinux2014_{machine}"]
     build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels)]
     download = ["download", "--no-deps", "--only-binary=:all:", f"--python-version={python}", *platforms]
-    return [*pip, *build, *built], [*pip, *download, "--dest", str(wheels), *downloaded]
+    return [*pip, *build], [*pip, *download, "--dest", str(wheels)]
 
 
 def locked_versions(text: str) -> dict[str, str]:

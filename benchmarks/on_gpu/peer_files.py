@@ -1,10 +1,10 @@
 """The files that a user writes to train with shardwise, TRL, Unsloth, Axolotl and plain Accelerate, for a contest.
 
-All have the same model, rows in the same order, precision, recomputation, optimizer and learning rate. At equal settings
-none but plain Accelerate holds the logits of a whole micro batch: shardwise, TRL and Axolotl compute the loss in chunks,
-and Unsloth, which has no other, in its fused head. shardwise is compared twice: with these settings pinned, and with
-everything except the job and its precision chosen by the planner; and so are the others, with the settings that their
-own documentation recommends for speed on a large card.
+All have the same model, rows in the same order, precision, recomputation, optimizer and learning rate. Only plain
+Accelerate holds the logits of a whole micro batch: with the same settings, shardwise, TRL and Axolotl compute the loss
+in chunks, and Unsloth, which has no other, in its fused head. shardwise is compared twice: with these settings pinned,
+and with everything except the job and its precision chosen by the planner. The others are too: the best settings are
+those of their own documentation for speed on a large card.
 """
 
 from collections.abc import Iterable, Mapping
@@ -249,7 +249,7 @@ def _axolotl_settings(job: PeerJob) -> dict[str, Any]:
         "warmup_steps": 0,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
-        "bf16": True if contest.precision == "bf16-mixed" else "full",  # full: without autocast
+        "bf16": job.is_cuda,  # weights in bf16 and autocast; Axolotl has no bf16 without autocast, nor any on a CPU
         "tf32": False,
         "gradient_checkpointing": is_recomputed,
         **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if is_recomputed else {}),

@@ -52,8 +52,8 @@ from shardwise.trainer.spec.plan import Plan
 PART = "peers"
 SCRIPTS, ROOT = Path(__file__).parent / "peer_scripts", Path(__file__).resolve().parents[2]
 CONTESTS = (
-    Contest(name="8B, all parameters", model="llama-3.1-8b", method="full", precision="bf16", micro_batch=2, lr=1e-5),
     Contest(name="8B, LoRA", model="llama-3.1-8b", method="lora", precision="bf16-mixed", micro_batch=4, lr=1e-4),
+    Contest(name="8B, all parameters", model="llama-3.1-8b", method="full", precision="bf16", micro_batch=2, lr=1e-5),
     Contest(name="8B, QLoRA", model="llama-3.1-8b", method="qlora", precision="bf16-mixed", micro_batch=4, lr=1e-4),
 )
 NEEDED = {"full": (), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}  # packages, besides a trainer's own

@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import pytest
 import yaml
 from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
@@ -16,7 +17,17 @@ from on_gpu.bench import job_of
 from on_gpu.case import Case, CaseResult, Outcome, RowKind, result_of, row_of
 from on_gpu.models import model_config, model_folder
 from on_gpu.peaks import ROWS_NAME, plan_stated
-from on_gpu.peer_files import PeerJob, accelerate_script, best_trl_script, pinned_job, trl_script
+from on_gpu.peer_files import (
+    PeerJob,
+    accelerate_script,
+    axolotl_config,
+    best_axolotl_config,
+    best_trl_script,
+    best_unsloth_script,
+    pinned_job,
+    trl_script,
+    unsloth_script,
+)
 from planning_factory import machine
 
 from shardwise.trainer.spec.hardware import Hardware
@@ -187,26 +198,177 @@ def test_fp8_of_8b_runs_beside_bf16_with_the_same_settings_both_compiled():
 # Other trainers.
 
 
-def peer_job(number: int, folder: Path) -> PeerJob:
+def peer_job(number: int, folder: Path, *, is_cuda: bool = True) -> PeerJob:
     contest, rows = peers.CONTESTS[number], folder / "rows.jsonl"
-    return PeerJob(contest, contest.seq_len, folder / "model", rows, rows, folder, is_cuda=True)
+    return PeerJob(contest, contest.seq_len, folder / "model", rows, rows, folder, is_cuda=is_cuda)
+
+
+SCRIPTS = (trl_script, best_trl_script, unsloth_script, best_unsloth_script, accelerate_script)
 
 
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("write", [trl_script, best_trl_script, accelerate_script], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", SCRIPTS, ids=lambda write: write.__name__)
 def test_a_script_is_python_that_uses_what_it_imports(write, number: int, tmp_path: Path):
-    tree = ast.parse(write(peer_job(number, tmp_path)))
+    job = peer_job(number, tmp_path)
+    tree, method, is_unsloth = ast.parse(write(job)), job.contest.method, "unsloth" in write.__name__
     names = {alias.name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert names <= used
-    assert ("LoraConfig" in used) is (number > 0) and ("BitsAndBytesConfig" in used) is (number == 2)
-    job = yaml.safe_load(pinned_job(peer_job(1, tmp_path)))
-    assert (job["train"]["method"], job["pin"]["micro_batch"], job["pin"]["compile"]) == ("lora", 4, False)
+    if not is_unsloth:
+        assert ("LoraConfig" in used) is (method != "full") and ("BitsAndBytesConfig" in used) is (method == "qlora")
+    settings = yaml.safe_load(pinned_job(peer_job(0, tmp_path)))
+    pins = settings["pin"]
+    assert (settings["train"]["method"], pins["micro_batch"], pins["compile"]) == ("lora", 4, False)
+    assert pins["loss"] == "chunked"
+
+
+# The parameters of Unsloth's FastLanguageModel (unsloth 2026.10.9, models/loader.py and models/llama.py).
+UNSLOTH_CALLS = {
+    "from_pretrained": {
+        "model_name", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit", "load_in_16bit", "full_finetuning",
+        "token", "device_map", "use_gradient_checkpointing", "random_state", "float32_mixed_precision",
+    },
+    "get_peft_model": {
+        "r", "target_modules", "lora_alpha", "lora_dropout", "bias", "use_gradient_checkpointing", "random_state",
+        "max_seq_length", "use_rslora", "init_lora_weights",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_unsloth_is_called_with_its_own_parameters_and_imported_before_the_libraries_it_changes(
+    number: int, tmp_path: Path
+):
+    job = peer_job(number, tmp_path)
+    equal, best = (ast.parse(write(job)) for write in (unsloth_script, best_unsloth_script))
+    first = next(node for node in equal.body if isinstance(node, ast.Import | ast.ImportFrom))
+    assert isinstance(first, ast.ImportFrom) and first.module == "unsloth"
+    given = {}
+    for tree, is_recomputed in ((equal, True), (best, False)):
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Attribute) and call.func.attr in UNSLOTH_CALLS:
+                arguments = {str(each.arg): ast.unparse(each.value) for each in call.keywords}
+                assert set(arguments) <= UNSLOTH_CALLS[call.func.attr]
+                assert arguments["use_gradient_checkpointing"] == str(is_recomputed)
+                given[call.func.attr] = arguments
+    method = job.contest.method
+    loaded = given["from_pretrained"]
+    kinds = ("load_in_4bit", "load_in_16bit", "full_finetuning")
+    assert [loaded[kind] == "True" for kind in kinds] == [method == each for each in ("qlora", "lora", "full")]
+    assert ("get_peft_model" in given) is (method != "full")
+
+
+class AxolotlDataset(msgspec.Struct, forbid_unknown_fields=True):
+    """A data set of Axolotl's configuration; without a type its rows are tokens."""
+
+    path: str
+    ds_type: Literal["json", "csv", "parquet", "text", "arrow"]
+    type: None
+
+
+class AxolotlConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The keys and types of Axolotl's configuration that matter here (axolotl 0.19.0, utils/schemas/)."""
+
+    base_model: str
+    datasets: list[AxolotlDataset]
+    dataset_prepared_path: str
+    output_dir: str
+    optimizer: Literal["adamw_torch_fused"]
+    lr_scheduler: Literal["constant"]
+    attn_implementation: Literal["sdpa"]
+    save_strategy: Literal["no"]
+    learning_rate: float
+    adam_beta2: float
+    weight_decay: float
+    max_grad_norm: float
+    val_set_size: float
+    sequence_len: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    max_steps: int
+    num_epochs: float
+    warmup_steps: int
+    seed: int
+    logging_steps: int
+    bf16: bool  # or auto
+    tf32: bool
+    gradient_checkpointing: bool
+    shuffle_merged_datasets: bool
+    curriculum_sampling: bool
+    sample_packing: bool
+    pad_to_sequence_len: bool
+    gradient_checkpointing_kwargs: dict[str, bool] = {}
+    adapter: Literal["lora", "qlora"] | None = None
+    load_in_4bit: bool = False
+    lora_r: int = 0
+    lora_alpha: int = 0
+    lora_dropout: float = 0.0
+    lora_target_modules: list[str] = []
+    lora_mlp_kernel: bool | None = None  # None: wherever they can be
+    lora_qkv_kernel: bool | None = None
+    lora_o_kernel: bool | None = None
+    chunked_cross_entropy: bool = False
+    plugins: list[Literal["axolotl.integrations.liger.LigerPlugin"]] = []
+    liger_rope: bool = False  # these are of the plugin
+    liger_rms_norm: bool = False
+    liger_glu_activation: bool = False
+    liger_fused_linear_cross_entropy: bool = False
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_axolotls_configuration_has_its_keys_and_types_with_the_settings_of_the_contest(number: int, tmp_path: Path):
+    job = peer_job(number, tmp_path)
+    equal, best = (
+        msgspec.convert(yaml.safe_load(write(job)), AxolotlConfig) for write in (axolotl_config, best_axolotl_config)
+    )
+    contest = job.contest
+    assert (equal.micro_batch_size, equal.max_steps, equal.learning_rate) == (
+        contest.micro_batch, contest.num_steps, contest.lr,
+    )  # fmt: skip
+    assert (equal.adapter or "full", equal.load_in_4bit) == (contest.method, contest.method == "qlora")
+    assert equal.curriculum_sampling and not equal.shuffle_merged_datasets and not equal.sample_packing
+    assert equal.gradient_checkpointing and equal.chunked_cross_entropy and not equal.plugins
+    assert best.liger_fused_linear_cross_entropy and not best.chunked_cross_entropy  # Axolotl refuses both
+    assert not best.gradient_checkpointing and best.plugins
+    kernels = [(each.lora_mlp_kernel, each.lora_qkv_kernel, each.lora_o_kernel) for each in (equal, best)]
+    assert kernels == ([(False,) * 3, (True,) * 3] if job.has_adapters else [(None,) * 3] * 2)
+
+
+# Stands for Axolotl: announces its steps to the callbacks of transformers' Trainer, as its own trainer does.
+AXOLOTL = """
+import sys
+from types import SimpleNamespace
+
+import transformers.trainer
+import yaml
+
+with open(sys.argv[1]) as file:
+    config = yaml.safe_load(file)
+callbacks = [kind() for kind in transformers.trainer.DEFAULT_CALLBACKS]
+for step in range(1, config["max_steps"] + 1):
+    state = SimpleNamespace(global_step=step)
+    callbacks[-1].on_step_end(None, state, None)
+    callbacks[-1].on_log(None, state, None, logs={"loss": 5.0 - step / 10})
+"""
+
+
+def test_a_trainer_with_a_folder_of_packages_runs_there_and_one_without_is_refused_by_name(tmp_path: Path):
+    own = tmp_path / "peers" / "axolotl"
+    (own / "axolotl" / "cli").mkdir(parents=True)
+    (own / "axolotl" / "cli" / "train.py").write_text(AXOLOTL)
+    (own / "axolotl-0.19.0.dist-info").mkdir()
+    (own / "axolotl-0.19.0.dist-info" / "METADATA").write_text("Name: axolotl\nVersion: 0.19.0\n")
+    wanted = "8B, LoRA: (Axolotl|Unsloth)$"
+    output, parts = rehearse(tmp_path / "out", wanted, peers=tmp_path / "peers")
+    theirs, refused = (parts["peers"][f"8B, LoRA: {name}"] for name in ("Axolotl", "Unsloth"))
+    assert theirs["outcome"] == "ran" and theirs["losses"]["10"] == 4.0 and theirs["versions"]["axolotl"] == "0.19.0"
+    assert refused["outcome"] == "refused"
+    assert "8B, LoRA: Unsloth: refused: unsloth is not installed here" in output
 
 
 def test_no_trainer_of_a_contest_saves_anything(tmp_path: Path):
     for trainer in peers.TRAINERS:
-        text = trainer.write(peer_job(0, tmp_path))
+        text = trainer.write(peer_job(1, tmp_path))
         command = peers.argv_of(trainer, tmp_path / trainer.file, num_steps=10)
         if trainer.package is None:
             assert [word for word in command if word in ("train", "profile", "--time")] == ["profile", "--time"]
@@ -240,10 +402,13 @@ def test_random_weights_load_as_any_model_does(tmp_path: Path):
     assert 0.018 < model.model.embed_tokens.weight.float().std().item() < 0.022
 
 
-def rehearse(out: Path, *parts: str, **environment: str) -> tuple[str, dict[str, dict[str, dict]]]:
+def rehearse(
+    out: Path, *parts: str, peers: Path | None = None, **environment: str
+) -> tuple[str, dict[str, dict[str, dict]]]:
     """(output, rows by part and step) of the steps that match any of `parts`."""
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--tiny", "--minutes", "60", "--together", "2"]
     command += ["--out", str(out), "--only", "|".join(parts)]
+    command += ["--peers", str(peers)] if peers is not None else []
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (retained,) = (path for path in out.glob("*.json") if not path.name.startswith("steps"))
@@ -270,6 +435,19 @@ def test_a_rehearsal_of_every_part_that_needs_no_card(tmp_path: Path):
     ours, theirs = (row["losses"]["1"] for row in parts["peers"].values())
     assert ours == pytest.approx(theirs, abs=2e-2)
     assert next(tmp_path.glob("calibration-*.jsonl")).read_text().count("\n") == 1
+
+
+@pytest.mark.long
+@pytest.mark.products
+@pytest.mark.skipif("SHARDWISE_PEERS" not in os.environ, reason="SHARDWISE_PEERS: the folder given to gpu.py --peers")
+def test_unsloth_and_axolotl_train_on_the_rows_and_to_the_losses_of_trl(tmp_path: Path):
+    """The environments of `benchmarks/offline_wheels.py`. Liger's kernels and Axolotl's own need a card."""
+    _, parts = rehearse(tmp_path, "8B, .*(Unsloth|Axolotl$|TRL SFTTrainer$)", peers=Path(os.environ["SHARDWISE_PEERS"]))
+    for contest in peers.CONTESTS:
+        rows = {name.partition(": ")[2]: row for name, row in parts["peers"].items() if row["contest"] == contest.name}
+        assert {row["outcome"] for row in rows.values()} == {"ran"}, rows
+        losses = {name: row["losses"]["1"] for name, row in rows.items()}
+        assert losses == pytest.approx(dict.fromkeys(losses, losses["TRL SFTTrainer"]), abs=2e-2)
 
 
 @pytest.mark.long

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu
 import pytest
 from on_gpu.case import Outcome, Row
-from on_gpu.programme import Progress, Step, StepLog, calls_of, matching, run_steps
+from on_gpu.programme import END_S, Progress, Step, StepLog, calls_of, matching, run_steps
 
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.terminal import Console
@@ -158,3 +159,19 @@ def test_steps_are_selected_by_part_and_name(runs: Runs):
     steps = [runs.step("a"), runs.step("b"), runs.step("a", part="other")]
     assert [step.name for step in matching(steps, "part: a")] == ["a"]
     assert [(step.part, step.name) for step in matching(steps, "", first=1)] == [("part", "a"), ("other", "a")]
+    mixed = [runs.step("a"), runs.step("b", part="other"), runs.step("c")]
+    assert matching(mixed, "") == mixed, "a part may go on after another one"
+
+
+def test_the_programme_begins_with_what_is_worth_most_and_every_call_is_full(tmp_path: Path):
+    bench = gpu.Bench(tmp_path, is_tiny=False, console=Console(io.StringIO()), stop=StopRequest(), is_listed=True)
+    steps = gpu.programme(bench)
+    parts = list(dict.fromkeys(step.part for step in steps))
+    assert parts == ["8B on one card", "fp8", "peers", "predicted", "caps", "small cards", "engines"]
+    assert steps[0].name == "all parameters, the planner's choice" and steps[1].part == "fp8"
+    contests = [step.name.partition(": ")[0] for step in steps if step.part == "peers"]
+    assert contests[0] == contests[8] == "8B, LoRA" and "8B, LoRA" not in contests[9:]
+    assert len({(step.part, step.name) for step in steps}) == len(steps)
+    shortest = min(step.expected_s for step in steps)
+    for call in calls_of(steps, seconds=[600.0] * 3):
+        assert 600 - END_S - shortest < sum(step.expected_s for step in call) <= 600 - END_S

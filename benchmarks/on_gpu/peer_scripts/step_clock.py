@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "torch", "transformers", "accelerate", "peft", "trl", "unsloth", "axolotl", "bitsandbytes", "datasets", "liger-kernel",
+    "torch", "transformers", "accelerate", "peft", "trl", "unsloth", "unsloth_zoo", "axolotl", "bitsandbytes",
+    "datasets", "liger-kernel", "xformers",
 )  # fmt: skip
 
 
