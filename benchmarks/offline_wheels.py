@@ -144,7 +144,7 @@ def _fetch_peer(name: str, out: Path, *, python: str, machine: str) -> bool:
 def peer_pip_commands(lock: str, wheels: Path, *, python: str, machine: str) -> list[list[str]]:
     """The commands that download, and build from source where there is no wheel, what the lock of a peer lists."""
     wanted = [f"{name}=={version}" for name, version in locked_versions(lock).items()]
-    built = [each for each in wanted if re.search(rf"^{re.escape(each)}\s.*{BUILT_HERE}$", lock, re.MULTILINE)]
+    built = [each for each in wanted if re.search(rf"^{re.escape(each)} .*{BUILT_HERE}$", lock, re.MULTILINE)]
     downloaded = [each for each in wanted if each not in built]
     build, download = _pip_prefixes(wheels, python=python, machine=machine)
     return [[*download, *downloaded], *([[*build, *built]] if built else [])]

@@ -7,7 +7,18 @@ import tarfile
 from importlib.metadata import distributions
 from pathlib import Path
 
-from offline_wheels import LOCKS, MIB, PACKAGES, ROOT, SOURCE, bundles_of, locked_versions
+from offline_wheels import (
+    LOCKS,
+    MIB,
+    PACKAGES,
+    PEER_LOCKS,
+    PEERS,
+    ROOT,
+    SOURCE,
+    bundles_of,
+    locked_versions,
+    peer_pip_commands,
+)
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -25,6 +36,8 @@ from pathlib import Path
 
 words = sys.argv[2:]
 Path(os.environ["NOTES"]).open("a").write(" ".join(words) + "\\n")
+if os.environ.get("LACKS", "nothing") in " ".join(words):
+    sys.exit(1)
 start = words.index("--wheel-dir" if words[0] == "wheel" else "--dest") + 1
 for wanted in words[start + 1 :]:
     name = re.split("[=><]", Path(wanted).name.removesuffix(".tar.gz"))[0]
@@ -34,12 +47,12 @@ for wanted in words[start + 1 :]:
 """
 
 
-def run(folder: Path, *words: str, **sizes: int) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str, lacks: str = "nothing", **sizes: int) -> subprocess.CompletedProcess[str]:
     fake = folder / "fake" / "pip"
     fake.mkdir(parents=True)
     (fake / "__init__.py").touch()
     (fake / "__main__.py").write_text(FAKE_PIP)
-    more = {"PYTHONPATH": str(fake.parent), "NOTES": str(folder / "notes.txt")}
+    more = {"PYTHONPATH": str(fake.parent), "NOTES": str(folder / "notes.txt"), "LACKS": lacks}
     environment = {**os.environ, **more, **{f"SIZE_{name}": str(size) for name, size in sizes.items()}}
     command = [sys.executable, str(SCRIPT), "--out", str(folder / "out"), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -55,10 +68,14 @@ def test_bundles_hold_every_locked_wheel_and_the_source_within_the_limit(tmp_pat
         with tarfile.open(bundle) as tar:
             held += tar.getnames()
     assert held[:2] == [SOURCE, "wheels/shardwise-1.0-py3-none-any.whl"]
-    assert len(held) == len(set(held)) == len(PACKAGES) + 1
+    of_peers = [name for name in held if name.startswith("peer-wheels/")]
+    assert len(held) - len(of_peers) == len(set(held) - set(of_peers)) == len(PACKAGES) + 1
+    assert {name: sum(f"/{name}/" in each for each in of_peers) for name in PEERS} == {
+        name: len(locked_versions((PEER_LOCKS / f"{name}.lock").read_text())) for name in PEERS
+    }
     assert all(bundle.name in done.stdout for bundle in bundles)
     assert "pip install --no-index" in done.stdout and "benchmarks/gpu.py" in done.stdout
-    built, downloaded = (tmp_path / "notes.txt").read_text().splitlines()
+    built, downloaded, *_ = (tmp_path / "notes.txt").read_text().splitlines()
     assert built.startswith("wheel") and "--no-deps" in built and " deepspeed==" in built
     assert f" {tmp_path / 'out' / SOURCE} " in built  # shardwise itself
     assert downloaded.startswith("download") and "--no-deps" in downloaded and "--python-version=3.12" in downloaded
@@ -75,6 +92,23 @@ def test_what_the_packages_require_is_in_the_bundles_or_on_the_machine():
             required = [Requirement(line) for line in each.requires or ()]
             needed = {canonicalize_name(one.name) for one in required if not one.marker or one.marker.evaluate()}
             assert needed <= names | ON_THE_MACHINE, name
+
+
+def test_a_peer_has_wheels_of_its_own_and_what_has_none_is_built_here(tmp_path: Path):
+    lock = "# a peer\na==1\nb-c==2  # no wheel\nd==3  # attention\n"
+    downloaded, built = peer_pip_commands(lock, tmp_path, python="3.12", machine="x86_64")
+    assert downloaded[-2:] == ["a==1", "d==3"] and "--no-deps" in downloaded and "--python-version=3.12" in downloaded
+    assert built[-1] == "b-c==2" and "wheel" in built and "--no-deps" in built
+    locks = {name: locked_versions((PEER_LOCKS / f"{name}.lock").read_text()) for name in PEERS}
+    assert all({name, "transformers", "trl", "datasets"} <= set(lock) for name, lock in locks.items())
+    assert all(not {"torch", "triton", "torchvision"} & set(lock) for lock in locks.values()), "the machine's"
+
+
+def test_bundles_without_a_peer_that_pip_does_not_find_say_so(tmp_path: Path):
+    done = run(tmp_path, lacks="unsloth-zoo")
+    assert done.returncode == 0 and "the bundles are without unsloth" in done.stderr
+    assert not list((tmp_path / "out" / "peer-wheels" / "unsloth").iterdir())
+    assert "for peer in axolotl; do" in done.stdout
 
 
 def test_what_fits_no_bundle_ends_it(tmp_path: Path):
