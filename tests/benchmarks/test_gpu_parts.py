@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -403,13 +404,15 @@ def test_random_weights_load_as_any_model_does(tmp_path: Path):
 
 
 def rehearse(
-    out: Path, *parts: str, peers: Path | None = None, **environment: str
+    out: Path, *parts: str, peers: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[str, dict[str, dict[str, dict]]]:
     """(output, rows by part and step) of the steps that match any of `parts`."""
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--tiny", "--minutes", "60", "--together", "2"]
     command += ["--out", str(out), "--only", "|".join(parts)]
     command += ["--peers", str(peers)] if peers is not None else []
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (retained,) = (path for path in out.glob("*.json") if not path.name.startswith("steps"))
     return done.stdout, json.loads(retained.read_text())["parts"]
@@ -457,7 +460,7 @@ def test_on_a_card_runs_are_side_by_side_and_caps_are_kept(tmp_path: Path):
     """Tiny models on a stand-in for an H100."""
     card = machine_environment(Machine(cards=(H100,)), tmp_path / "machine")
     wanted = ("engines: (dpo|qlora)$", f"caps: .*{predicted.CAPPED[2].name}, as predicted", "8 GiB: 1B")
-    output, parts = rehearse(tmp_path / "out", *wanted, **card)
+    output, parts = rehearse(tmp_path / "out", *wanted, environment=card)
     assert "4 steps done, 0 left" in output
     assert {name: row["verdict"] for name, row in parts["engines"].items()} == dict.fromkeys(
         ("dpo", "qlora"), "as planned"

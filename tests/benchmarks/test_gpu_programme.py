@@ -10,6 +10,7 @@ from typing import Any
 
 import gpu
 import pytest
+from on_gpu import bench as bench_module
 from on_gpu.case import Outcome, Row
 from on_gpu.programme import END_S, Progress, Step, StepLog, calls_of, matching, run_steps
 
@@ -164,7 +165,9 @@ def test_steps_are_selected_by_part_and_name(runs: Runs):
 
 
 def test_the_programme_begins_with_what_is_worth_most_and_every_call_is_full(tmp_path: Path):
-    bench = gpu.Bench(tmp_path, is_tiny=False, console=Console(io.StringIO()), stop=StopRequest(), is_listed=True)
+    bench = bench_module.Bench(
+        tmp_path, is_tiny=False, console=Console(io.StringIO()), stop=StopRequest(), is_listed=True
+    )
     steps = gpu.programme(bench)
     parts = list(dict.fromkeys(step.part for step in steps))
     assert parts == ["8B on one card", "fp8", "peers", "predicted", "caps", "small cards", "engines"]

@@ -70,6 +70,7 @@ class Configuration(Value, frozen=True, kw_only=True):
     reduce_every_micro_batch: bool = False  # of FSDP2, with accumulation
     bf16_reduction: bool = False  # of FSDP2: gradients are added up over the ranks in bf16
     embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM
+    prefetch_two_blocks: bool = False  # of FSDP2: two blocks are gathered ahead of the one at work, not one
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     router_aux_loss: float | None = None

@@ -409,6 +409,7 @@ _SETTING_AXES = (
     "shard_group",
     "reduce_every_micro_batch",
     "embedding_on_host",
+    "prefetch_two_blocks",
 )
 
 

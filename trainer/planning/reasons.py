@@ -94,7 +94,8 @@ def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
     row = candidate.strategy
     return (
         f"{row.sharding}: {_why_sharding(context, candidate)}{_why_group(context, candidate)}"
-        f"{_why_reduced(context, candidate)}{_why_on_host(context, candidate)}",
+        f"{_why_reduced(context, candidate)}{_why_on_host(context, candidate)}"
+        f"{_why_prefetched(candidate)}",
         f"{row.precision}: {_why_precision(context, candidate)}",
         f"micro batch {candidate.micro_batch}: {_why_micro_batch(context, candidate)}",
         f"checkpointing {candidate.checkpointing}: {_why_checkpointing(context, candidate)}",
@@ -323,6 +324,11 @@ def _why_on_host(context: PlanningContext, candidate: Candidate) -> str:
     if other.memory.fits:
         return f"{text}, which would be {_share_filled(other):.0%} full"
     return f"{text}, where a step would need {format_bytes(other.memory.need_bytes)}"
+
+
+def _why_prefetched(candidate: Candidate) -> str:
+    """That two blocks are gathered ahead, which nothing but the job file decides; empty where one is."""
+    return "; two blocks are gathered ahead: the job file pins it" if candidate.prefetch_two_blocks else ""
 
 
 def _why_precision(context: PlanningContext, candidate: Candidate) -> str:

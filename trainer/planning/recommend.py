@@ -33,7 +33,7 @@ MAX_SAVING_SHARE = 0.01  # of the time, that a longer interval aims at
 LEAST_SAVES = 3  # of fewer, the last one weighs too much
 _FREED = (
     "sharding", "shard_group", "offload", "activation_offload", "checkpointing", "checkpointing_n", "loss",
-    "micro_batch", "reduce_every_micro_batch", "embedding_on_host",
+    "micro_batch", "reduce_every_micro_batch", "embedding_on_host", "prefetch_two_blocks",
 )  # fmt: skip
 _SETTINGS = ("micro_batch", "checkpointing", "loss", "activation_offload")
 

@@ -194,6 +194,8 @@ def _load(model: PreTrainedModel, request: SimulationRequest, accelerator: Accel
         keep_in_place(model)
     engine = engines.engine_of(request.sharding)
     prepared, optimizer = engine.prepare(accelerator, model, _optimizer(request, model))
+    if request.prefetch_two_blocks:
+        engine.prefetch_two_blocks(prepared)
     if request.sharding.uses_deepspeed:
         mark_zero(prepared, tracker)
     else:

@@ -159,6 +159,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     reduce_every_micro_batch: bool = False  # FSDP2 sums gradients over the ranks with each, not with the last alone
     bf16_reduction: bool = False  # of FSDP2: gradients are added up over the ranks in bf16
     embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM, and rows are looked up there
+    prefetch_two_blocks: bool = False  # FSDP2 gathers the weights of two blocks ahead of the one at work, not of one
     reasons: tuple[str, ...] = ()
 
     @property

@@ -332,6 +332,8 @@ def _state(candidate: Candidate) -> Iterator[str]:
         yield "gradients summed over the devices in bf16"
     if candidate.embedding_on_host:
         yield "embedding table in RAM"
+    if candidate.prefetch_two_blocks:
+        yield "weights of two blocks gathered ahead"
     if row.offload is not Offload.NONE:
         yield _OFFLOADED[row.offload]
     if row.optimizer.facts.is_paged:

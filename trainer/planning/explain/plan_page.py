@@ -158,6 +158,8 @@ def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
     added = f", added up over ranks in {names[policy.reduce_bytes]}" if chosen.num_ranks > 1 else ""
     added += " with every micro batch" if chosen.reduce_every_micro_batch else ""
     yield f"gradients {gradients}{added}"
+    if chosen.prefetch_two_blocks:
+        yield "weights of two blocks gathered ahead of the one at work"
     yield f"{row.optimizer} {_state_text(row.optimizer, trained)}{_PLACES[row.offload]}"
     chunk = f" of {chosen.loss_chunk_tokens} tokens" if chosen.loss_chunk_tokens else ""
     yield f"loss head {chosen.loss}{chunk}, {_LOGITS[chosen.loss]}"

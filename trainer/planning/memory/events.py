@@ -38,6 +38,7 @@ from shardwise.trainer.planning.memory.sharding import (
     ShardingMemory,
     accumulated_gradients,
     gathered_kinds,
+    prefetched_blocks,
     reduced_kinds,
 )
 from shardwise.trainer.planning.memory.states import States, updated_at_once
@@ -467,9 +468,8 @@ def _traced_block(step: StepMemory, traced: TracedBlocks, backward: Event, place
         gathered_kinds(configuration, policy, step.dims),
         reduced_kinds(configuration, policy, step.dims),
     )
-    of_blocks = sum(
-        gathered[each] for each in traced.order[max(0, place - policy.reference.prefetched_blocks) : place + 1]
-    )
+    ahead = prefetched_blocks(configuration, policy)
+    of_blocks = sum(gathered[each] for each in traced.order[max(0, place - ahead) : place + 1])
     if configuration.strategy.sharding.facts.keeps_weights_gathered:
         of_blocks = sum(gathered[each] for each in traced.order[: place + 1])
     root = sharding.gathered_bottom - gathered[traced.order[0]] if place == 0 else sharding.root

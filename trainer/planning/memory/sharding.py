@@ -2,7 +2,8 @@
 
 FSDP2, as Accelerate applies it: `fully_shard` on every block, on the embedding, and on the last norm with lm_head. A
 group is gathered for its forward and again for its backward, while its neighbour is gathered already: two blocks are
-gathered in backward, at the end the first block and the embedding. The head stays gathered from its forward to its
+gathered in backward, at the end the first block and the embedding; with `prefetch_two_blocks` three, until fewer are
+left. The head stays gathered from its forward to its
 backward; when the forward ends, the buffer it was gathered into is alive as well. In a step that scores the reference
 first (DPO under adapters) the head stays from that forward on, and the last buffer is a block's. A tied head is one
 group with the embedding and stays for the whole step, and so does the root of a trainer that does not split its tables.
@@ -144,6 +145,11 @@ def accumulated_gradients(
     return (2 if configuration.strategy.sharding.facts.keeps_gradient_buckets else 1) * gradients
 
 
+def prefetched_blocks(configuration: Configuration, policy: PrecisionPolicy) -> int:
+    """Blocks that FSDP2 gathers in backward ahead of the one at work."""
+    return 2 if configuration.prefetch_two_blocks else policy.reference.prefetched_blocks
+
+
 def _gathered_block(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     if dims.traced is not None:
         return max(gathered_kinds(configuration, policy, dims))
@@ -198,7 +204,7 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
     whole = (
         _all_blocks(configuration, policy, dims) if configuration.strategy.sharding.facts.keeps_weights_gathered else 0
     )
-    prefetched = min(dims.layers - 1, reference.prefetched_blocks) * block
+    prefetched = min(dims.layers - 1, prefetched_blocks(configuration, policy)) * block
     degree = policy.shard_degree
     trained = adapter_parameters(configuration, dims) if policy.is_frozen else degree * block_shard(dims, degree)
     reduce_block = policy.reduce_bytes * trained
@@ -221,7 +227,7 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
             gathered_top=root + (whole or block + prefetched),
             gathered_bottom=root + block,
             freed_by_last=min(whole, block),
-            freed_before_first=max(0, whole - 2 * block),
+            freed_before_first=max(0, (whole or block + prefetched) - 2 * block),
             reduce_block=reduce_block,
         )
     head, embedding = c * dims.head_group, c * dims.embedding
@@ -237,7 +243,7 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
         gathered_bottom=rest + block + embedding,
         gathered_end=rest,
         freed_by_last=min(whole, block),
-        freed_before_first=max(0, whole - 2 * block),
+        freed_before_first=max(0, (whole or block + prefetched) - 2 * block),
         reduce_head=0 if policy.is_frozen else policy.reduce_bytes * dims.head,
         reduce_block=reduce_block,
     )

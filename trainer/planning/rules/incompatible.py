@@ -387,6 +387,15 @@ SETTINGS: tuple[Incompatibility, ...] = (
         "reduce every micro batch (deepspeed 0.19.8, engine.py)",
         reach=Reach.ALL,
     ),
+    Incompatibility(
+        name="prefetch_of_two_blocks_is_of_fsdp",
+        is_broken=lambda c: c.prefetch_two_blocks and not c.strategy.sharding.uses_fsdp,
+        reason="prefetch_two_blocks is of FSDP2, not of {sharding}",
+        instead="fsdp, fsdp_grad_op or hsdp",
+        evidence="torch 2.13, set_modules_to_forward_prefetch and set_modules_to_backward_prefetch; ZeRO-3 has "
+        "stage3_prefetch_bucket_size for it",
+        reach=Reach.ALL,
+    ),
     # Loss heads.
     Incompatibility(
         name="fused_linear_needs_cuda",

@@ -313,7 +313,7 @@ _AXES_OF = attrgetter(*_AXES)
 _AXES_OF_JOB = tuple(axis for axis in reversed(_AXES) if any(rule.axis == axis for rule in OF_THE_JOB))
 _SETTING_PINS = (
     "checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward", "shard_group",
-    "fused_kernels", "reduce_every_micro_batch", "embedding_on_host",
+    "fused_kernels", "reduce_every_micro_batch", "embedding_on_host", "prefetch_two_blocks",
 )  # fmt: skip
 
 
@@ -404,6 +404,7 @@ def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput
         shard_group=pin.shard_group,
         reduce_every_micro_batch=bool(pin.reduce_every_micro_batch),
         embedding_on_host=bool(pin.embedding_on_host),
+        prefetch_two_blocks=bool(pin.prefetch_two_blocks),
         lora=train.lora,
         galore=train.galore,
         router_aux_loss=train.router_aux_loss,

@@ -43,6 +43,7 @@ class RuleInput(Value, frozen=True, kw_only=True):
     shard_group: int | None = None
     reduce_every_micro_batch: bool = False
     embedding_on_host: bool = False
+    prefetch_two_blocks: bool = False
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     router_aux_loss: float | None = None

@@ -175,6 +175,7 @@ def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
         (candidate.reduce_every_micro_batch and candidate.accumulation > 1, "reduction of every micro batch"),
         (candidate.bf16_reduction, "reduction in bf16"),
         (candidate.embedding_on_host, "embeddings in host RAM"),
+        (candidate.prefetch_two_blocks, "prefetch of two blocks"),
         (row.offload is not Offload.NONE, "offload"),
         (row.optimizer.facts.is_paged and not candidate.method.freezes_base, "paged optimizer state"),
         (candidate.activation_offload, "activations in host RAM"),

@@ -373,6 +373,7 @@ def first_configuration(
         reduce_every_micro_batch=reductions(context, strategy)[0],
         bf16_reduction=reduces_in_bf16(context, strategy),
         embedding_on_host=embeddings_on_host(context, strategy)[0],
+        prefetch_two_blocks=bool(context.job.pin.prefetch_two_blocks),
         compile=compiles(context, fp8_recipe)[0],
         fused_kernels=bool(context.job.pin.fused_kernels),
         activation_offload=activation_offloads(context, checkpointing)[0],

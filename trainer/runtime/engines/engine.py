@@ -89,6 +89,9 @@ class Engine(ABC):
         wrapped, wrapped_optimizer = accelerator.prepare(model, optimizer)
         return wrapped, wrapped_optimizer
 
+    def prefetch_two_blocks(self, model: nn.Module) -> None:
+        """Gathers the weights of two blocks ahead of the one at work, where an engine gathers one."""
+
     def loss_scaler(self, model: nn.Module, precision: Precision, kind: DeviceKind) -> LossScaler | None:
         """The scaler of an fp16 run, after `prepare`; None where nothing is scaled."""
         return AmpScaler(str(kind)) if precision is Precision.FP16_MIXED else None

@@ -23,6 +23,8 @@ from shardwise.trainer.runtime.engines.engine import (
     trained_type,
 )
 from shardwise.trainer.runtime.engines.sharded_loading import load_into_fsdp
+from shardwise.trainer.runtime.memory.recomputation import blocks_of
+from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.models.meta_model import MetaModel
 from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -87,6 +89,13 @@ class Fsdp(Engine):
                 group["params"] = parameters
         return prepared
 
+    def prefetch_two_blocks(self, model: nn.Module) -> None:
+        """Of blocks alone: as without it, the head's backward gathers the last one, and the first one gathers the embedding."""
+        blocks = _blocks(model)
+        for place, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 3])
+            block.set_modules_to_backward_prefetch(blocks[max(0, place - 2) : place][::-1])
+
     def release_gathered(self, model: nn.Module) -> None:
         """The root, and under fsdp_grad_op every block, stay gathered."""
         for module in _modules(model):
@@ -124,6 +133,8 @@ class Fsdp(Engine):
         *copies, shards = planned
         placements = (*(Replicate() for _ in copies), Shard(0))
         yield "mesh and placements of the shards", [(planned, placements)], sorted(meshes(model), key=str)
+        has_next = len(blocks_of(plain_model(model))) > 1
+        yield "two blocks are gathered ahead", chosen.prefetch_two_blocks and has_next, _prefetches_two_blocks(model)
         begin = dist.get_rank() // shards * shards
         yield "ranks of this rank's copy", [(*range(begin, begin + shards),)], ranks_of_copy(model)
 
@@ -177,6 +188,21 @@ def _shards(model: nn.Module) -> list[DTensor]:
 
 def _modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _prefetches_two_blocks(model: nn.Module) -> bool:
+    """True if every block gathers the two after it in forward, and the two before it in backward."""
+    states = [block._get_fsdp_state() for block in _blocks(model)]
+    return len(states) > 1 and all(
+        state._states_to_forward_prefetch == states[place + 1 : place + 3]
+        and state._states_to_backward_prefetch == states[max(0, place - 2) : place][::-1]
+        for place, state in enumerate(states)
+    )
+
+
+def _blocks(model: nn.Module) -> list[FSDPModule]:
+    """The blocks in the order they run, each a group of its own."""
+    return [block for block in blocks_of(plain_model(model)) if isinstance(block, FSDPModule)]
 
 
 def _groups(modules: list[FSDPModule]) -> list[Any]:

@@ -348,6 +348,7 @@ def plan_on(plan: Plan, device_kind: DeviceKind, *, precision: Precision | None 
         reduce_every_micro_batch=False,
         bf16_reduction=False,
         embedding_on_host=False,
+        prefetch_two_blocks=False,
     )
     return replace(plan, candidates=(single,), device_kind=device_kind)
 

@@ -117,6 +117,8 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         engine.cut_loaded(meta_model, accelerator, chosen.strategy.precision)
     writer.write_status("preparing the engine")
     wrapped, wrapped_optimizer = engine.prepare(accelerator, model, optimizer)
+    if chosen.prefetch_two_blocks:
+        engine.prefetch_two_blocks(wrapped)
     state.verified = verify_engine(
         accelerator, wrapped, wrapped_optimizer, installed, chosen, hybrid_mesh=plan.hybrid_mesh
     )

@@ -385,6 +385,13 @@ class Pin(Value, frozen=True, kw_only=True):
             none="auto",
         ),
     ] = None
+    prefetch_two_blocks: Annotated[
+        bool | None,
+        Setting(
+            "FSDP2 gathers the weights of two blocks ahead, or of one (less memory); `auto` is one.",
+            none="auto",
+        ),
+    ] = None
     offload: Annotated[Offload | None, Setting("State that is held in host RAM or on NVMe.", none="auto")] = None
     optimizer: Annotated[Optimizer | None, Setting("The update rule and its implementation.", none="auto")] = None
     precision: Annotated[

@@ -205,6 +205,7 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     reduce_every_micro_batch: bool = False
     bf16_reduction: bool = False
     embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM
+    prefetch_two_blocks: bool = False
     precision: Precision = Precision.BF16_MIXED
     optimizer: Optimizer = Optimizer.ADAMW
     micro_batch: int = 1  # examples
