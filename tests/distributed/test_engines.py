@@ -10,7 +10,7 @@ import torch
 from attempt_runs import engaged_of, metrics_of
 from msgspec.structs import replace
 from plain_training import plain_model
-from rank_factory import NUM_EVAL_ROWS, NUM_STEPS, rank_plan, ranks_of
+from rank_factory import NUM_EVAL_ROWS, NUM_STEPS, TINY_LLAMA, rank_plan, ranks_of
 from torch.nn import functional
 
 from shardwise.trainer.runtime.data.batches import eval_micro_batches
@@ -30,6 +30,7 @@ CASES = (*TORCH, *DEEPSPEED, Sharding.HSDP)
 EVERY, EVERY_OP, LORA, LORA_EVERY = "fsdp every", "fsdp_grad_op every", "fsdp lora", "fsdp lora every"
 HSDP_EVERY = "hsdp every"  # four ranks of one machine, where `hsdp` has two machines of two
 SUMS = {EVERY: Sharding.FSDP, EVERY_OP: Sharding.FSDP_GRAD_OP, LORA_EVERY: LORA}
+DEEP = {"fsdp two deep": "fsdp deep", "fsdp_grad_op two deep": "fsdp_grad_op deep"}  # four blocks; two are gathered ahead
 UNCHECKED = {f"{sharding} unchecked": sharding for sharding in (Sharding.DDP, Sharding.FSDP, Sharding.ZERO3)}
 each = pytest.mark.parametrize("sharding", CASES)
 
@@ -44,6 +45,9 @@ def plan_of(case: str, cache_dir: Path) -> Plan:
     )
     settings["method"] = Method.LORA if "lora" in form else Method.FULL
     settings["reduce_every_micro_batch"] = "every" in form
+    settings["prefetch_two_blocks"] = "two" in form
+    if "deep" in form:
+        settings["model_config"] = {**TINY_LLAMA, "num_hidden_layers": 4}
     settings["train"] = {"check_first_steps": "unchecked" not in form}
     if sharding is Sharding.HSDP:
         settings |= {"micro_batch": 1, **({"shard_group": 2} if form else {})}
@@ -55,7 +59,7 @@ def plan_of(case: str, cache_dir: Path) -> Plan:
 @pytest.fixture(scope="module")
 def runs(run_dirs, cache_dir) -> Callable[[str], Path]:
     return run_dirs(
-        lambda case, _: plan_of(case, cache_dir), (*CASES, LORA, *SUMS, HSDP_EVERY, *UNCHECKED), kind=":note"
+        lambda case, _: plan_of(case, cache_dir), (*CASES, LORA, *SUMS, HSDP_EVERY, *DEEP, *DEEP.values(), *UNCHECKED), kind=":note"
     )
 
 
@@ -129,6 +133,17 @@ def test_gradients_that_are_summed_with_every_micro_batch_make_the_same_steps(ca
     other_first, other_second, other_update, *_ = notes_of(runs(SUMS[case]))["collectives"]
     assert second - first == other_second - other_first + 4
     assert update - second == other_update - other_second
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_two_blocks_gathered_ahead_change_no_step_and_gather_no_more(case, runs, notes_of):
+    """A rank whose blocks gather another number ahead than the plan has does not train."""
+    found, expected = (metrics_of(runs(each)) for each in (case, DEEP[case]))
+    assert len(found) == NUM_STEPS
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-6)
+    counts, others = (notes_of(runs(each))["collectives"] for each in (case, DEEP[case]))
+    assert counts == others
 
 
 @pytest.mark.parametrize("case", UNCHECKED)

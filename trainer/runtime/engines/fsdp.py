@@ -90,7 +90,7 @@ class Fsdp(Engine):
         return prepared
 
     def prefetch_two_blocks(self, model: nn.Module) -> None:
-        """Of blocks alone: as without it, the head's backward gathers the last one, and the first one gathers the embedding."""
+        """Of blocks alone: the head still gathers the last block in backward, and the first block the embedding."""
         blocks = _blocks(model)
         for place, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 3])
