@@ -30,7 +30,10 @@ CASES = (*TORCH, *DEEPSPEED, Sharding.HSDP)
 EVERY, EVERY_OP, LORA, LORA_EVERY = "fsdp every", "fsdp_grad_op every", "fsdp lora", "fsdp lora every"
 HSDP_EVERY = "hsdp every"  # four ranks of one machine, where `hsdp` has two machines of two
 SUMS = {EVERY: Sharding.FSDP, EVERY_OP: Sharding.FSDP_GRAD_OP, LORA_EVERY: LORA}
-DEEP = {"fsdp two deep": "fsdp deep", "fsdp_grad_op two deep": "fsdp_grad_op deep"}  # four blocks; two are gathered ahead
+DEEP = {
+    "fsdp two deep": "fsdp deep",
+    "fsdp_grad_op two deep": "fsdp_grad_op deep",
+}  # four blocks; two are gathered ahead
 UNCHECKED = {f"{sharding} unchecked": sharding for sharding in (Sharding.DDP, Sharding.FSDP, Sharding.ZERO3)}
 each = pytest.mark.parametrize("sharding", CASES)
 
@@ -59,7 +62,9 @@ def plan_of(case: str, cache_dir: Path) -> Plan:
 @pytest.fixture(scope="module")
 def runs(run_dirs, cache_dir) -> Callable[[str], Path]:
     return run_dirs(
-        lambda case, _: plan_of(case, cache_dir), (*CASES, LORA, *SUMS, HSDP_EVERY, *DEEP, *DEEP.values(), *UNCHECKED), kind=":note"
+        lambda case, _: plan_of(case, cache_dir),
+        (*CASES, LORA, *SUMS, HSDP_EVERY, *DEEP, *DEEP.values(), *UNCHECKED),
+        kind=":note",
     )
 
 

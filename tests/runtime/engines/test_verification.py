@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.trainer.runtime.engines import running_engine
 from shardwise.trainer.runtime.engines.accelerator import build_accelerator, verify_engine
-from shardwise.trainer.runtime.engines.fsdp import meshes, ranks_of_copy
+from shardwise.trainer.runtime.engines.fsdp import meshes, prefetches_two_blocks, ranks_of_copy
 from shardwise.trainer.runtime.engines.sharded_loading import load_onto
 from shardwise.trainer.runtime.memory.compilation import FusedKernels
 from shardwise.trainer.runtime.models.build import build_meta_model, build_model, build_trainable
@@ -195,6 +195,22 @@ def test_the_ranks_of_a_copy_are_read_off_its_shards(ranks, sharding, mesh, copy
         assert running_engine(root).sharding_of(root) is sharding
         assert meshes(root) == {mesh}
         assert ranks_of_copy(root) == [copy]
+
+
+def test_two_blocks_gathered_ahead_are_read_off_every_block():
+    root = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4)))
+    blocks: Any = root[0]
+    with group_of(2):
+        device_mesh = DeviceMesh("cpu", [0, 1])
+        for module in (*blocks, root):
+            fully_shard(module, mesh=device_mesh)
+        engine = running_engine(root)
+        assert not prefetches_two_blocks(root)
+        for change in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
+            engine.prefetch_two_blocks(root)
+            assert prefetches_two_blocks(root)
+            getattr(blocks[2], change)([blocks[1]])
+            assert not prefetches_two_blocks(root)
 
 
 def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypatch):

@@ -24,7 +24,6 @@ from shardwise.trainer.runtime.engines.engine import (
 )
 from shardwise.trainer.runtime.engines.sharded_loading import load_into_fsdp
 from shardwise.trainer.runtime.memory.recomputation import blocks_of
-from shardwise.trainer.runtime.models.build import plain_model
 from shardwise.trainer.runtime.models.meta_model import MetaModel
 from shardwise.trainer.runtime.run.types import accelerate_precision, compute_type
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -133,8 +132,8 @@ class Fsdp(Engine):
         *copies, shards = planned
         placements = (*(Replicate() for _ in copies), Shard(0))
         yield "mesh and placements of the shards", [(planned, placements)], sorted(meshes(model), key=str)
-        has_next = len(blocks_of(plain_model(model))) > 1
-        yield "two blocks are gathered ahead", chosen.prefetch_two_blocks and has_next, _prefetches_two_blocks(model)
+        has_next = len(blocks_of(model)) > 1
+        yield "two blocks are gathered ahead", chosen.prefetch_two_blocks and has_next, prefetches_two_blocks(model)
         begin = dist.get_rank() // shards * shards
         yield "ranks of this rank's copy", [(*range(begin, begin + shards),)], ranks_of_copy(model)
 
@@ -190,7 +189,7 @@ def _modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _prefetches_two_blocks(model: nn.Module) -> bool:
+def prefetches_two_blocks(model: nn.Module) -> bool:
     """True if every block gathers the two after it in forward, and the two before it in backward."""
     states = [block._get_fsdp_state() for block in _blocks(model)]
     return len(states) > 1 and all(
@@ -202,7 +201,7 @@ def _prefetches_two_blocks(model: nn.Module) -> bool:
 
 def _blocks(model: nn.Module) -> list[FSDPModule]:
     """The blocks in the order they run, each a group of its own."""
-    return [block for block in blocks_of(plain_model(model)) if isinstance(block, FSDPModule)]
+    return [block for block in blocks_of(model) if isinstance(block, FSDPModule)]
 
 
 def _groups(modules: list[FSDPModule]) -> list[Any]:
