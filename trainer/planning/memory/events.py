@@ -433,9 +433,11 @@ def traced_forward(step: StepMemory) -> int:
 
 
 def _traced_block_backward(step: StepMemory, traced: TracedBlocks, backward: Event) -> dict[str, Event]:
-    """The worst blocks: the last, one before it, the first."""
-    events = {place: _traced_block(step, traced, backward, place) for place in places(traced)}
-    last = len(traced.order) - 1
+    """The worst blocks: the last, one before it, the first; the third too, if two are gathered ahead of it."""
+    last, of_kinds = len(traced.order) - 1, set(places(traced))
+    if prefetched_blocks(step.configuration, step.policy) > 1:
+        of_kinds.add(min(2, last))
+    events = {place: _traced_block(step, traced, backward, place) for place in sorted(of_kinds)}
     middle = max((event for place, event in events.items() if 0 < place < last), key=_total, default=None)
     named = {"block_backward_top": events[last]}
     if middle is not None:
@@ -506,7 +508,10 @@ def _finished(step: StepMemory, backward: Event, after: int, in_blocks: int) -> 
 
 
 def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
-    """The block after the last or the one before the first, while the gradients of its neighbour are being reduced."""
+    """The block after the last or one before the first, while the gradients of its neighbour are being reduced.
+
+    If two blocks are gathered ahead, the one before the second is the last that has both.
+    """
     blocks, sharding, one = step.blocks, step.sharding, gradients_of_block(step)
     given_up = step.policy.reduce_bytes * step.dims.block if step.waits_for_last_micro_batch else 0
     after_last = {
@@ -516,13 +521,21 @@ def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
         "gradients": max(0, top.get("gradients", 0) - given_up) + one,
         "reduce_scatter": sharding.reduce_block,
     }
-    before_first = {
-        **with_gathered(bottom, sharding.gathered_top - sharding.freed_before_first),
-        "activations": min(blocks.retained + blocks.fetched, blocks.retained_by_first + blocks.retained_by_last),
-        "gradients": max(0, bottom.get("gradients", 0) - one),
-        "reduce_scatter": sharding.reduce_block,
-    }
-    return max(after_last, before_first, key=_total)
+    nearest = [(1, sharding.gathered_top - sharding.freed_before_first)]
+    if prefetched_blocks(step.configuration, step.policy) > 1 and step.dims.layers > 3:
+        nearest.append((2, sharding.gathered_top - sharding.freed_before_second))
+    before = (
+        {
+            **with_gathered(bottom, gathered),
+            "activations": min(
+                blocks.retained + blocks.fetched, blocks.retained_by_first + place * blocks.retained_by_last
+            ),
+            "gradients": max(0, bottom.get("gradients", 0) - place * one),
+            "reduce_scatter": sharding.reduce_block,
+        }
+        for place, gathered in nearest
+    )
+    return max(after_last, *before, key=_total)
 
 
 def _mlp_finished(step: StepMemory, event: Event) -> Event:

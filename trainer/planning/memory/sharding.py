@@ -97,6 +97,7 @@ class ShardingMemory(Value, frozen=True, kw_only=True):
     gathered_end: int = 0
     freed_by_last: int = 0  # when the last block has run backwards, of what stays gathered until then
     freed_before_first: int = 0  # when only the first two are left
+    freed_before_second: int = 0  # when only the first three are left
     buffers: int = 0  # for the whole run
     buffers_backward: int = 0  # from the head's backward to the end of backward
     reduce_head: int = 0  # what the head's gradient is copied into to be reduced, before the blocks run backwards
@@ -228,6 +229,7 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
             gathered_bottom=root + block,
             freed_by_last=min(whole, block),
             freed_before_first=max(0, (whole or block + prefetched) - 2 * block),
+            freed_before_second=max(0, whole - 3 * block),
             reduce_block=reduce_block,
         )
     head, embedding = c * dims.head_group, c * dims.embedding
@@ -244,6 +246,7 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
         gathered_end=rest,
         freed_by_last=min(whole, block),
         freed_before_first=max(0, (whole or block + prefetched) - 2 * block),
+        freed_before_second=max(0, whole - 3 * block),
         reduce_head=0 if policy.is_frozen else policy.reduce_bytes * dims.head,
         reduce_block=reduce_block,
     )
