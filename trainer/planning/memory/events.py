@@ -314,6 +314,18 @@ def with_gathered(event: Event, gathered: int) -> Event:
 
 
 def _forward_end(step: StepMemory, forward: Event) -> Event:
+    """The end of the forward, or the block in it with most weights gathered ahead, if that is more."""
+    event = _forward_of_head(step, forward)
+    if not step.sharding.gathered_in_forward:
+        return event
+    in_block = _retained(step, forward, step.sharding.gathered_in_forward) | {"head_activations": 0}
+    in_block["block_temporaries"] = max(
+        step.blocks.recomputed_by_last, step.blocks.norms.forward
+    )  # not more than these
+    return max(event, in_block, key=_total)
+
+
+def _forward_of_head(step: StepMemory, forward: Event) -> Event:
     event = {**_retained(step, forward, step.sharding.gathered_forward), "logits": step.head.forward_logits}
     policy, dims = step.policy, step.dims
     if policy.is_autocast:

@@ -90,6 +90,9 @@ class ShardingMemory(Value, frozen=True, kw_only=True):
 
     root: int = 0  # gathered parameters outside the blocks that stay for the whole step
     gathered_forward: int = 0  # when the forward ends
+    gathered_in_forward: int = (
+        0  # while a block runs forward, if two are gathered ahead: frozen ones have the peak there
+    )
     gathered_loss: int = 0  # backward of cross-entropy
     gathered_head: int = 0  # backward of lm_head
     gathered_top: int = 0  # backward of the last block
@@ -206,6 +209,8 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
         _all_blocks(configuration, policy, dims) if configuration.strategy.sharding.facts.keeps_weights_gathered else 0
     )
     prefetched = min(dims.layers - 1, prefetched_blocks(configuration, policy)) * block
+    # The block, what it was gathered into, and the two after it.
+    in_forward = min(4, dims.layers + 1) * block if configuration.prefetch_two_blocks and not whole else 0
     degree = policy.shard_degree
     trained = adapter_parameters(configuration, dims) if policy.is_frozen else degree * block_shard(dims, degree)
     reduce_block = policy.reduce_bytes * trained
@@ -223,6 +228,7 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
         return ShardingMemory(
             root=root,
             gathered_forward=root + (whole or block),  # what the last block was gathered into stays for a moment
+            gathered_in_forward=root + in_forward if in_forward else 0,
             gathered_loss=root + whole,
             gathered_head=root + (whole or block),
             gathered_top=root + (whole or block + prefetched),
@@ -239,6 +245,7 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
     return ShardingMemory(
         root=rest,
         gathered_forward=rest + head + buffer + stays,  # the group, and what the last one was gathered into
+        gathered_in_forward=rest + (head if configuration.runs_reference else 0) + in_forward if in_forward else 0,
         gathered_loss=rest + head + stays,
         gathered_head=rest + head + (stays or block),
         gathered_top=rest + (stays or block + prefetched),
