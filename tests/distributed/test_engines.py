@@ -8,9 +8,10 @@ import msgspec
 import pytest
 import torch
 from attempt_runs import engaged_of, metrics_of
+from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
 from plain_training import plain_model
-from rank_factory import NUM_EVAL_ROWS, NUM_STEPS, TINY_LLAMA, rank_plan, ranks_of
+from rank_factory import NUM_EVAL_ROWS, NUM_STEPS, rank_plan, ranks_of
 from torch.nn import functional
 
 from shardwise.trainer.runtime.data.batches import eval_micro_batches
