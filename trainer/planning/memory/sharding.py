@@ -90,9 +90,7 @@ class ShardingMemory(Value, frozen=True, kw_only=True):
 
     root: int = 0  # gathered parameters outside the blocks that stay for the whole step
     gathered_forward: int = 0  # when the forward ends
-    gathered_in_forward: int = (
-        0  # while a block runs forward, if two are gathered ahead: frozen ones have the peak there
-    )
+    gathered_in_forward: int = 0  # while a block runs forward: frozen ones of few tokens have the peak there
     gathered_loss: int = 0  # backward of cross-entropy
     gathered_head: int = 0  # backward of lm_head
     gathered_top: int = 0  # backward of the last block
@@ -209,8 +207,10 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
         _all_blocks(configuration, policy, dims) if configuration.strategy.sharding.facts.keeps_weights_gathered else 0
     )
     prefetched = min(dims.layers - 1, prefetched_blocks(configuration, policy)) * block
-    # The block, what it was gathered into, and the two after it.
-    in_forward = min(4, dims.layers + 1) * block if configuration.prefetch_two_blocks and not whole else 0
+    # The block, what it was gathered into, and those ahead of it. The forwards of DPO have their peak at the head.
+    ahead = 2 if configuration.prefetch_two_blocks else 1
+    is_counted = not whole and (configuration.prefetch_two_blocks or not configuration.runs_reference)
+    in_forward = (2 + min(ahead, dims.layers - 1)) * block if is_counted else 0
     degree = policy.shard_degree
     trained = adapter_parameters(configuration, dims) if policy.is_frozen else degree * block_shard(dims, degree)
     reduce_block = policy.reduce_bytes * trained
