@@ -318,10 +318,11 @@ def _forward_end(step: StepMemory, forward: Event) -> Event:
     event = _forward_of_head(step, forward)
     if not step.sharding.gathered_in_forward:
         return event
-    in_block = _retained(step, forward, step.sharding.gathered_in_forward) | {"head_activations": 0}
-    in_block["block_temporaries"] = max(
-        step.blocks.recomputed_by_last, step.blocks.norms.forward
-    )  # not more than these
+    # Of the block at work the stream of the compute holds a copy; the others are in the stream that gathers.
+    gathered = min(step.sharding.gathered_in_forward, step.sharding.gathered_top)
+    in_block = _retained(step, forward, gathered) | {"head_activations": 0}
+    temporaries = max(step.blocks.recomputed_by_last, step.blocks.norms.forward)  # not more than these
+    in_block["block_temporaries"] = temporaries + step.sharding.gathered_in_forward - gathered
     return max(event, in_block, key=_total)
 
 

@@ -26,7 +26,7 @@ the largest share: 8 experts over 64 ranks are 64 rows, 56 of them empty. The fi
 and a gathered or reduced tensor is as large as its padded form.
 """
 
-from shardwise.trainer.planning.configuration import Configuration, once
+from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, once
 from shardwise.trainer.planning.memory.precision_policy import (
     Dims,
     PrecisionPolicy,
@@ -207,9 +207,11 @@ def _fsdp(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> 
         _all_blocks(configuration, policy, dims) if configuration.strategy.sharding.facts.keeps_weights_gathered else 0
     )
     prefetched = min(dims.layers - 1, prefetched_blocks(configuration, policy)) * block
-    # The block, what it was gathered into, and those ahead of it. The forwards of DPO have their peak at the head.
+    # The block, what it was gathered into, and those ahead of it. What is trained whole has its peak in the backward,
+    # and the forwards of DPO at the head. Seen in dry runs of our own runtime alone.
     ahead = 2 if configuration.prefetch_two_blocks else 1
-    is_counted = not whole and (configuration.prefetch_two_blocks or not configuration.runs_reference)
+    is_peak = policy.is_frozen and not configuration.runs_reference and reference.name == SHARDWISE
+    is_counted = not whole and (configuration.prefetch_two_blocks or is_peak)
     in_forward = (2 + min(ahead, dims.layers - 1)) * block if is_counted else 0
     degree = policy.shard_degree
     trained = adapter_parameters(configuration, dims) if policy.is_frozen else degree * block_shard(dims, degree)
