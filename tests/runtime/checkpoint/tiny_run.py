@@ -281,6 +281,7 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     norm.data.copy_(before)
     results["unknown_optimizer"] = attempt(9, optimizer=torch.optim.RMSprop(plain.parameters()))
     results["left"] = names(root / "ddp")
+    ranks.barrier()
     (root / "ddp" / "step-00000009").mkdir(exist_ok=True)
     ranks.barrier()
     skipped: list[str] = []
