@@ -11,7 +11,7 @@ process imports, and as the tracked files, which contain benchmarks/ and tests/;
 Unsloth and Axolotl require other versions of transformers and TRL, so each has an environment of its own: a folder of
 wheels that its lock file, benchmarks/on_gpu/peer_scripts/NAME.lock, lists. The lock files have what training imports,
 not everything that the packages declare (web interfaces, cloud storage, evaluation); torch and triton are the
-machine's. Bundles lack a peer whose wheels pip does not find, and a line says so.
+machine's. A peer whose wheels pip does not find is missing from the bundle, and a line names it.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def main() -> int:
 
 
 def _fetch_peer(name: str, out: Path, *, python: str, machine: str) -> bool:
-    """Downloads the wheels of a peer; False, with a line that says so, if pip does not find them all."""
+    """Downloads the wheels of a peer; False, with a line that names it, if pip does not find them all."""
     wheels = out / "peer-wheels" / name
     shutil.rmtree(wheels, ignore_errors=True)
     wheels.mkdir(parents=True)

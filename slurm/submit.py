@@ -180,7 +180,7 @@ def _remedy_of(message: str) -> _Remedy | None:
 
 
 def _facts(job: BatchJob, found: PartitionHardware | None) -> dict[str, str]:
-    """What remedies say about the partition; empty where it is not known."""
+    """The partition as remedies name it; empty where it is not known."""
     facts = {"partition": shlex.quote(job.partition or "NAME"), "limit": "", "features": "", "nodes": ""}
     if found is not None:
         name, limit_s = found.partition.name, found.partition.max_time_s

@@ -285,7 +285,7 @@ def read_extent(path: Path) -> tuple[int, float]:
 
 
 def _statuses(path: Path) -> Iterator[os.stat_result]:
-    """Of a file, or of the files below a folder; of a folder without files its own."""
+    """The status of a file, or of each file below a folder; of a folder without files its own."""
     is_empty = True
     for folder, _, names in () if path.is_symlink() else os.walk(path):
         for name in names:

@@ -85,6 +85,10 @@ def run_probe(options: ProbeOptions, console: Console) -> ExitCode:
 
 def _meeting(options: ProbeOptions) -> "Meeting | None":
     """Where the machines of a probe on several meet: by options, or in a step of Slurm with a task on each."""
+    is_alone = options.nodes is None and options.node_rank is None and options.head is None
+    if is_alone and not options.measure:
+        return None  # the usual probe starts without these modules
+
     from shardwise.launch.nodes.machines import DEFAULT_PORT, place_among
     from shardwise.launch.probe.measure import Meeting
     from shardwise.slurm.jobs import place_in_step

@@ -44,7 +44,7 @@ def run(environment, *remove: str, as_json: bool = False) -> str:
 
 
 def stays(environment, folder: str, why: str) -> bool:
-    """Whether the one entry of a folder is listed as in use and is not removed, for this reason."""
+    """True if the one entry of a folder is listed as in use for this reason and is not removed."""
     (entry,) = (entry for entry in read_entries(read_places(environment)) if entry.folder == folder)
     with pytest.raises(EnvironmentFaultError, match=why):
         run(environment, folder)

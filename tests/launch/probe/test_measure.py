@@ -1,5 +1,6 @@
 """Measuring disks and devices: real files, a real subprocess, and nothing left behind."""
 
+import io
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,7 +10,11 @@ import pytest
 from hanging_programs import under_a_limit
 from msgspec.structs import replace
 
+from shardwise.launch.commands.housekeeping import run_probe
+from shardwise.launch.options import ProbeOptions
 from shardwise.launch.probe import measure
+from shardwise.launch.terminal import Console
+from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates, PeerCopy
 from shardwise.trainer.spec.messages.worker_requests import Measurement
 from shardwise.trainer.spec.units import GIB
@@ -144,6 +149,19 @@ def test_gpus_that_gather_only_without_peer_access_are_a_note(stand_in: Path) ->
 def test_one_device_and_slices_of_one_have_no_links(hardware: Hardware) -> None:
     assert measure.measure_gather(hardware, module="no_such_module").notes == ()
     assert measure.measure_peers(hardware, module="no_such_module").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (ProbeOptions(nodes=2, node_rank=0, head="n1"), "--measure"),
+        (ProbeOptions(nodes=2, measure=True), "--node-rank"),
+        (ProbeOptions(nodes=2, node_rank=1, head="localhost", measure=True), "connect to itself"),
+    ],
+)
+def test_a_probe_of_several_machines_that_cannot_be_is_refused_before_it_measures(options: ProbeOptions, words: str):
+    with pytest.raises(InputError, match=words):
+        run_probe(options, Console(io.StringIO()))
 
 
 @pytest.mark.cold
