@@ -43,7 +43,7 @@ from shardwise.launch.rundir import paths as run_dirs
 from shardwise.launch.worker import import_settings, with_first
 from shardwise.trainer import FOLDER
 from shardwise.trainer.spec import codec
-from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.engines import Engine, Offload
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import without_url
@@ -312,12 +312,14 @@ def accelerate_config(
     sharding = plan.chosen.strategy.sharding
     launch = _launch(plan, node_rank=node_rank, head=head, port=port)
     precision = {"mixed_precision": _MIXED_PRECISION[plan.chosen.strategy.precision]}
-    if sharding.uses_fsdp:
-        return _fsdp(plan, {**launch, **precision})
-    if sharding.uses_deepspeed:
-        return {"distributed_type": "DEEPSPEED", **launch, "deepspeed_config": _deepspeed(plan, attempt_dir)}
-    kind = "NO" if plan.chosen.num_ranks == 1 else "MULTI_GPU"
-    return {"distributed_type": kind, **launch, **precision}
+    match sharding.facts.engine:
+        case Engine.FSDP:
+            return _fsdp(plan, {**launch, **precision})
+        case Engine.DEEPSPEED:
+            return {"distributed_type": "DEEPSPEED", **launch, "deepspeed_config": _deepspeed(plan, attempt_dir)}
+        case Engine.TORCH:
+            kind = "NO" if plan.chosen.num_ranks == 1 else "MULTI_GPU"
+            return {"distributed_type": kind, **launch, **precision}
 
 
 def accelerate_file(attempt_dir: Path, node_rank: int) -> Path:

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from stored_models import FP8_EXPERTS, GPT_OSS, SIZES, as_bnb, as_fp8, as_mxfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.memory.states import loading_bytes
+from shardwise.trainer.planning.policy.precision_policy import dims_of, policy_of
 from shardwise.trainer.runtime.checkpoint import read_weights
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint
 from shardwise.trainer.simulation.describe import describe

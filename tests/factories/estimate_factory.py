@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.configuration import Configuration, PolicyChoices
 from shardwise.trainer.planning.device import Device, device_of
-from shardwise.trainer.planning.memory.reference_trainers import REFERENCE_TRAINERS
+from shardwise.trainer.planning.policy.reference_trainers import REFERENCE_TRAINERS
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.hardware import DeviceKind, Host

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from shardwise.trainer.planning.configuration import Configuration, forget
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.memory.activations import block_activations
-from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of, policy_of_one
 from shardwise.trainer.planning.memory.states import states_of
+from shardwise.trainer.planning.policy.precision_policy import dims_of, policy_of, policy_of_one
 from shardwise.trainer.planning.speed.step import computing_seconds, state_seconds
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob

@@ -75,7 +75,7 @@ class Configuration(Value, frozen=True, kw_only=True):
     galore: GaloreJob = GaloreJob()
     router_aux_loss: float | None = None
     quant: Quant = Quant.NF4_DQ
-    reference: str = SHARDWISE  # whose software: a row of `memory.reference_trainers`
+    reference: str = SHARDWISE  # whose software: a row of `policy.reference_trainers`
     policy: PolicyChoices = PolicyChoices()
 
     @property

@@ -32,7 +32,7 @@ from shardwise.trainer.planning.candidates import (
 from shardwise.trainer.planning.configuration import group_sizes
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import device_of
-from shardwise.trainer.planning.memory.precision_policy import coverage_of, dims_for
+from shardwise.trainer.planning.policy.precision_policy import coverage_of, dims_for
 from shardwise.trainer.planning.reasons import notes, reasons, warnings
 from shardwise.trainer.planning.rules.incompatible import LAYOUTS, SETTINGS
 from shardwise.trainer.planning.rules.rule import Refusal, pinned_rule_input, refuse

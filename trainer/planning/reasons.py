@@ -37,7 +37,7 @@ from shardwise.trainer.planning.speed.step import fp8_share, speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, packing_note
-from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.fp8 import FP8_RECIPES
 from shardwise.trainer.spec.host_ram import NEARLY_FULL
 from shardwise.trainer.spec.job.sections import Allowance, Objective
@@ -268,7 +268,7 @@ def _why_sharding(context: PlanningContext, candidate: Candidate) -> str:
     if candidate.num_ranks > 1 or row.offload is Offload.NONE:
         return row.sharding.facts.reason
     text = f"one device: nothing to spread, but its engine does the offload ({row.offload})"
-    plain = one_a_kind(CATALOGUE, lambda row: row.sharding is Sharding.NONE and may_run(context, row))
+    plain = one_a_kind(CATALOGUE, lambda row: row.sharding.facts.is_one_rank and may_run(context, row))
     resident = [row for row in plain if candidate.method.freezes_base or not row.optimizer.facts.is_paged]
     if not resident:
         return text

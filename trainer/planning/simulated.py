@@ -48,6 +48,7 @@ def obstacle_to_dry_run(candidate: Candidate, shape: ModelShape, *, is_cpu: bool
     """Why a candidate has no dry run, or None if it has one."""
     strategy = candidate.strategy
     refusals = (
+        (not strategy.sharding.facts.has_dry_run, f"{strategy.sharding}"),
         (strategy.sharding.uses_deepspeed, f"{strategy.sharding} (DeepSpeed)"),
         (strategy.offload is not Offload.NONE, f"offload {strategy.offload}"),
         (strategy.precision is Precision.FP8, "fp8"),
@@ -83,6 +84,7 @@ def simulated_memory(context: PlanningContext, candidate: Candidate, simulation:
     parts = {name: totals.get(name, 0) for name in predicted}
     held = StepBytes(
         policy=step.policy,
+        sharding=candidate.strategy.sharding,
         device=context.device,
         num_ranks=candidate.num_ranks,
         events={**{name: {} for name in totals}, **predicted},

@@ -18,11 +18,13 @@ from estimate_factory import (
 from msgspec.structs import replace
 
 from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.engines import engine_of
+from shardwise.trainer.planning.engines.engine import States
+from shardwise.trainer.planning.engines.zero import default_buckets
 from shardwise.trainer.planning.memory import estimate_memory, grouped
 from shardwise.trainer.planning.memory.activations import BlockActivations, block_activations, head_memory
-from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of, policy_of
-from shardwise.trainer.planning.memory.sharding import default_buckets, sharding_memory
-from shardwise.trainer.planning.memory.states import States, model_states
+from shardwise.trainer.planning.memory.states import model_states
+from shardwise.trainer.planning.policy.precision_policy import attention_kernel, dims_of, policy_of
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.model.shape import ModelShape
@@ -85,7 +87,8 @@ def test_fully_shard_gathers_head_and_embedding_as_groups_of_their_own() -> None
 def test_a_tied_head_stays_gathered_for_the_whole_step() -> None:
     chosen = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL, loss=LossHead.EAGER)
     root, block = 2 * (128256 * 2048 + 2048), 2 * LLAMA_1B.parameters_per_block
-    gathered = sharding_memory(chosen, policy_of(chosen, gpu(), dims_of(LLAMA_1B)), dims_of(LLAMA_1B))
+    dims = dims_of(LLAMA_1B)
+    gathered = engine_of(Sharding.FSDP).memory(chosen, policy_of(chosen, gpu(), dims), dims)
     assert (gathered.gathered_loss, gathered.gathered_top, gathered.gathered_bottom) == (
         root, root + 2 * block, root + block,
     )  # fmt: skip
@@ -150,7 +153,7 @@ def test_zero_2_reduces_from_two_buckets_and_converts_one_to_fp32(precision, wid
     dims = dims_of(LLAMA_8B)
     chosen = configuration(Sharding.ZERO2, precision=precision, num_ranks=8)
     bucket, largest = 4096 * 4096, 128256 * 4096  # the largest gradient is copied into a bucket
-    found = sharding_memory(chosen, policy_of(chosen, gpu(), dims), dims)
+    found = engine_of(Sharding.ZERO2).memory(chosen, policy_of(chosen, gpu(), dims), dims)
     assert found.buffers_backward == (2 * width + to_fp32) * bucket + width * largest
 
 

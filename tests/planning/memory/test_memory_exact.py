@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.engines.engine import States
 from shardwise.trainer.planning.memory import estimate_memory
-from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
-from shardwise.trainer.planning.memory.states import States, model_states
+from shardwise.trainer.planning.memory.states import model_states
+from shardwise.trainer.planning.policy.precision_policy import dims_of, policy_of
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
 from shardwise.trainer.spec.optimizers import Optimizer

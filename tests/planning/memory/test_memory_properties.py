@@ -10,11 +10,12 @@ from msgspec.structs import replace
 from shardwise.launch.inputs.model_files import known_models
 from shardwise.trainer.planning.configuration import Configuration, PolicyChoices
 from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.engines.engine import States
 from shardwise.trainer.planning.memory import estimate_memory, least_bytes, needed_bytes, state_need, step_memory
 from shardwise.trainer.planning.memory.activations import BlockActivations, block_activations
 from shardwise.trainer.planning.memory.events import resident_bytes, step_events
-from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
-from shardwise.trainer.planning.memory.states import LEAST_8BIT_ELEMENTS, States, model_states
+from shardwise.trainer.planning.memory.states import LEAST_8BIT_ELEMENTS, model_states
+from shardwise.trainer.planning.policy.precision_policy import dims_of, policy_of
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.model.readers import read_model_shape, supported_model_types
 from shardwise.trainer.spec.model.shape import ModelShape

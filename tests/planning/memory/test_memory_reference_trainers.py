@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.configuration import SHARDWISE, PolicyChoices
 from shardwise.trainer.planning.memory import OVERHEADS, Line, estimate_memory
-from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
-from shardwise.trainer.planning.memory.reference_trainers import REFERENCE_TRAINERS, reference_of
+from shardwise.trainer.planning.policy.precision_policy import dims_of, policy_of
+from shardwise.trainer.planning.policy.reference_trainers import REFERENCE_TRAINERS, reference_of
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision

@@ -25,7 +25,7 @@ from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBA
 from transformers.utils import import_utils
 from transformers.utils.generic import is_flash_attention_requested
 
-from shardwise.trainer.planning.memory.precision_policy import attention_kernel, dims_of
+from shardwise.trainer.planning.policy.precision_policy import attention_kernel, dims_of
 from shardwise.trainer.runtime import attention
 from shardwise.trainer.runtime.attention.choice import check_attention
 from shardwise.trainer.runtime.attention.flash_kernel import load_flash_kernel, main

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.launch.plan.trace import traced_shape
 from shardwise.trainer.planning.candidates import configuration_of
-from shardwise.trainer.planning.memory.precision_policy import adapter_elements, coverage_of, dims_of
 from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.policy.precision_policy import adapter_elements, coverage_of, dims_of
 from shardwise.trainer.runtime.models.methods import add_adapters, shortest_names, trained_parameters
 from shardwise.trainer.runtime.models.quantisation import Packing, put_empty_layers
 from shardwise.trainer.runtime.models.targets import default_layers, read_past_forward, routers_of

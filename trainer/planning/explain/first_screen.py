@@ -30,7 +30,7 @@ from shardwise.trainer.planning.reasons import fp8_obstacle
 from shardwise.trainer.planning.search.certainty import error_text, peak_text, run_error
 from shardwise.trainer.planning.tables.gpu_names import network_text
 from shardwise.trainer.spec.data.shapes import SHAPES
-from shardwise.trainer.spec.engines import Offload, Sharding
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.packages import extra_lines
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.strategy import Checkpointing, Method
@@ -410,7 +410,7 @@ def _properties(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
         f"{row.precision}",
         f"{row.optimizer}" if row.optimizer.facts.is_paged or not candidate.is_exact else "",
         _OFFLOADED[row.offload] or ("embedding table in RAM" if candidate.embedding_on_host else "state on the card"),
-        "" if row.sharding is Sharding.NONE else f"{row.sharding}",
+        "" if row.sharding.facts.is_one_rank else f"{row.sharding}",
         _recomputation(candidate),
         f"{_batch(plan, candidate)} at a time",
     )

@@ -21,9 +21,9 @@ from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain.alternatives import Alternative, gains, opt_ins
 from shardwise.trainer.planning.explain.coverage import coverage_lines
 from shardwise.trainer.planning.explain.first_screen import memory_text
-from shardwise.trainer.planning.memory.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.page.content import Bars, Page, Section, Sentence, StackedBar, Table, page_text
 from shardwise.trainer.planning.planner import context_of
+from shardwise.trainer.planning.policy.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.search.certainty import error_text, is_least, part_errors
 from shardwise.trainer.planning.speed.files import output_disk
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
@@ -31,7 +31,7 @@ from shardwise.trainer.spec.data.shapes import SHAPES
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.messages.rank_files import saving_choice
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.optimizers import Optimizer, StateKind
+from shardwise.trainer.spec.optimizers import Optimizer, Pieces, StateKind
 from shardwise.trainer.spec.plan import Candidate, Plan, Rejection
 from shardwise.trainer.spec.report import TimePart
 from shardwise.trainer.spec.strategy import LossHead, Method, Precision
@@ -148,13 +148,13 @@ def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
     weight, compute, trained = names[policy.weight_bytes], names[policy.compute_bytes], names[policy.trained_bytes]
     frozen = chosen.method.freezes_base
     stored = f"nf4, embeddings, head and norms {weight}" if chosen.method is Method.QLORA else weight
-    masters = f" and {trained} masters" if policy.uses_deepspeed and not frozen and weight != trained else ""
+    masters = f" and {trained} masters" if policy.pieces is Pieces.FLAT and not frozen and weight != trained else ""
     yield (
         f"weights {stored}{' (frozen), adapters ' + trained if frozen else ''}{masters}"
         f"{', embedding table in host RAM' if chosen.embedding_on_host else ''}, computed in "
         f"{'fp8' if row.precision is Precision.FP8 else compute}{', products in tf32' if chosen.tf32 else ''}"
     )
-    gradients = compute if policy.uses_deepspeed else trained
+    gradients = compute if policy.pieces is Pieces.FLAT else trained
     added = f", added up over ranks in {names[policy.reduce_bytes]}" if chosen.num_ranks > 1 else ""
     added += " with every micro batch" if chosen.reduce_every_micro_batch else ""
     yield f"gradients {gradients}{added}"

@@ -1,12 +1,12 @@
 """The memory of one training step in closed form: no torch, microseconds, every byte with a name.
 
-    precision_policy    dtypes of tensors, attention kernel, sizes of the model
-    reference_trainers  what differs in other trainers, as values
     states              weights, gradients, masters, optimizer state
     saved_tensors       tensors that autograd saves in one block, operation by operation
     activations         saved activations, temporaries of the backward, logits and their gradients
-    sharding            gathered parameters, buckets, gradients in transfer
+    traced              the same of blocks that were traced
     events              bytes at every event of a step; the largest is the peak
+
+What an engine decides (gathered parameters, buckets, gradients in transfer) is in `planning/engines`.
 
 docs/memory-model.md lists what is covered and how it was checked.
 
@@ -32,23 +32,24 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.configuration import Configuration, once
 from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.engines import engine_of
+from shardwise.trainer.planning.engines.engine import Event, PlannedEngine, ShardingMemory, StateMemory, States
 from shardwise.trainer.planning.memory.activations import block_activations, head_memory
 from shardwise.trainer.planning.memory.events import (
-    StateMemory,
     StepMemory,
+    accumulated_gradients,
     optimizer_step,
     resident_bytes,
     step_events,
 )
-from shardwise.trainer.planning.memory.precision_policy import PrecisionPolicy, dims_for, policy_of
-from shardwise.trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients, sharding_memory
-from shardwise.trainer.planning.memory.states import HostMemory, States, host_memory, states_of
+from shardwise.trainer.planning.memory.states import HostMemory, host_memory, states_of
+from shardwise.trainer.planning.policy.precision_policy import Dims, PrecisionPolicy, dims_for, policy_of
+from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.optimizers import Pieces
 from shardwise.trainer.spec.plan import MemoryEstimate
 from shardwise.trainer.spec.units import GIB, MIB
 from shardwise.trainer.spec.value import Value
-
-Event = dict[str, int]
 
 
 class Line(Value, frozen=True, kw_only=True):
@@ -106,12 +107,17 @@ class StepBytes(Value, frozen=True, kw_only=True):
     """Bytes on one of `num_ranks` devices at each event of a step, by part and in total (`totals`)."""
 
     policy: PrecisionPolicy
+    sharding: Sharding
     device: Device
     num_ranks: int
     events: dict[str, Event]
     totals: dict[str, int]
     steady: int  # what stays on the device through a whole step
     host: int  # of the process in RAM that is the memory of the device as well; 0 where RAM is another
+
+    @property
+    def engine(self) -> PlannedEngine:
+        return engine_of(self.sharding)
 
 
 class Overheads(Value, frozen=True, kw_only=True):
@@ -133,7 +139,7 @@ def estimate_memory(
     totals = held.totals
     peak_event = max(totals, key=totals.__getitem__)
     steady = held.steady - step.sharding.root
-    if policy.reference.uses_fsdp1 and policy.uses_fsdp and not policy.updates_in_backward:
+    if policy.reference.uses_fsdp1 and policy.pieces is Pieces.SHARDS and not policy.updates_in_backward:
         steady += step.states.gradients  # flat parameters keep their sharded gradients until the next backward
     around = overheads(held, table)
     host = _host_of(step)
@@ -173,7 +179,7 @@ def least_bytes(shape: ModelShape, start: Configuration, device: Device) -> Call
     """
     dims = dims_for(shape, start)
     policy = policy_of(start, device, dims)
-    states, sharding = states_of(start, device, dims), sharding_memory(start, policy, dims)
+    states, sharding = states_of(start, device, dims), _sharding(start, policy, dims)
     held = _held(states, sharding)
 
     def least(micro_batch: int, accumulation: int) -> int:
@@ -196,11 +202,18 @@ def state_need(shape: ModelShape, configuration: Configuration, device: Device) 
     """
     dims = dims_for(shape, configuration)
     policy = policy_of(configuration, device, dims)
-    states, sharding = states_of(configuration, device, dims), sharding_memory(configuration, policy, dims)
+    states, sharding = states_of(configuration, device, dims), _sharding(configuration, policy, dims)
     backward = least_needed(_held(states, sharding), policy, device, configuration.num_ranks, OVERHEADS)
     if policy.updates_in_backward:
         return backward
-    step = StateMemory(configuration=configuration, policy=policy, dims=dims, states=states, sharding=sharding)
+    step = StateMemory(
+        configuration=configuration,
+        policy=policy,
+        dims=dims,
+        states=states,
+        sharding=sharding,
+        waits_for_last_micro_batch=_waits(configuration, policy),
+    )
     update = sum(optimizer_step(step, resident_bytes(step)).values())
     return max(backward, least_needed(update, policy, device, configuration.num_ranks, OVERHEADS, is_update=True))
 
@@ -231,8 +244,17 @@ def step_memory(shape: ModelShape, configuration: Configuration, device: Device)
         states=states_of(configuration, device, dims),
         blocks=block_activations(configuration, policy, dims),
         head=head_memory(configuration, policy, dims),
-        sharding=sharding_memory(configuration, policy, dims),
+        sharding=_sharding(configuration, policy, dims),
+        waits_for_last_micro_batch=_waits(configuration, policy),
     )
+
+
+def _sharding(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> ShardingMemory:
+    return engine_of(configuration.strategy.sharding).memory(configuration, policy, dims)
+
+
+def _waits(configuration: Configuration, policy: PrecisionPolicy) -> bool:
+    return engine_of(configuration.strategy.sharding).waits_for_last_micro_batch(configuration, policy)
 
 
 def managed_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> int:
@@ -250,6 +272,7 @@ def _bytes_of(step: StepMemory, configuration: Configuration, device: Device) ->
     events = step_events(step, resident)
     return StepBytes(
         policy=step.policy,
+        sharding=configuration.strategy.sharding,
         device=device,
         num_ranks=configuration.num_ranks,
         events=events,
@@ -298,7 +321,8 @@ def overheads(held: StepBytes, table: OverheadTable) -> Overheads:
     outside, block = _outside_bytes(held.device, held.num_ranks, table), _block_bytes(held)
     room = max(0, held.device.usable_bytes - outside)
     limit = table.given_back.likely * room
-    segments = _expanding(held, table) if _expands(policy) else _of_one_size(held, block, table)
+    expands = policy.reference.expands_segments and held.engine.expands_segments
+    segments = _expanding(held, table) if expands else _of_one_size(held, block, table)
     likely = round(max(table.least_reserved.likely * peak, min(segments, limit)))
     reserved = min(likely, max(peak, room))  # on a full device unused segments are freed
     return Overheads(
@@ -310,27 +334,20 @@ def overheads(held: StepBytes, table: OverheadTable) -> Overheads:
     )
 
 
-def _expands(policy: PrecisionPolicy) -> bool:
-    """True if segments expand; those of DeepSpeed's buckets and flat partitions are cached all the same."""
-    return policy.reference.expands_segments and not policy.uses_deepspeed
-
-
-_OTHER_STREAMS = ("gathered_weights", "reduce_scatter", "gradients")  # of FSDP, as it gathers and reduces
-
-
 def _expanding(held: StepBytes, table: OverheadTable) -> float:
     """Reserved bytes of segments that expand: those of each stream at its largest, and what does not fit together."""
     peak = max(held.totals.values())
     waste = table.fragmentation_expanding.likely * max(0, peak - held.steady)
-    if not held.policy.uses_fsdp:
+    parts = held.engine.other_streams
+    if not parts:
         return peak + waste
-    others = {name: sum(event.get(part, 0) for part in _OTHER_STREAMS) for name, event in held.events.items()}
+    others = {name: sum(event.get(part, 0) for part in parts) for name, event in held.events.items()}
     return max(total - others[name] for name, total in held.totals.items()) + max(others.values()) + waste
 
 
 def _of_one_size(held: StepBytes, block: int, table: OverheadTable) -> float:
     """Reserved bytes of segments that are cached, each for tensors of its size."""
-    peak, is_sharded = max(held.totals.values()), held.policy.uses_fsdp
+    peak, is_sharded = max(held.totals.values()), bool(held.engine.other_streams)
     waste = table.fragmentation_sharded if is_sharded else table.fragmentation_alone
     wasted = waste.likely * (block if is_sharded else max(0, peak - held.steady))
     return max(_disjoint(held, block, table), peak) + wasted
@@ -393,7 +410,7 @@ def _needed(held: StepBytes, name: str, event: Event, table: OverheadTable) -> f
     if name == "optimizer_step":
         return (1 + table.step_margin.likely) * total
     needed = (1 + table.margin.likely) * total + table.logits_margin.likely * event.get("logits", 0)
-    if held.policy.uses_fsdp and name in _BLOCKS:
+    if held.engine.other_streams and name in _BLOCKS:
         retained = event["activations"] + event.get("retained_gradients", 0)
         needed += table.sharded_margin.likely * max(0, total - held.steady - retained)
     return needed
@@ -401,14 +418,14 @@ def _needed(held: StepBytes, name: str, event: Event, table: OverheadTable) -> f
 
 def _disjoint(held: StepBytes, block: int, table: OverheadTable) -> float:
     """The sum of a step's phases, each less what the phase before left that it can use."""
-    policy, events = held.policy, held.events
+    events, is_sharded = held.events, bool(held.engine.other_streams)
     loss = max("forward_end", "loss_backward", key=held.totals.__getitem__)
     reuse = table.loss_not_reused_alone
-    if policy.uses_fsdp:
-        reuse = table.loss_not_reused_frozen if policy.is_frozen else table.loss_not_reused_sharded
+    if is_sharded:
+        reuse = table.loss_not_reused_frozen if held.policy.is_frozen else table.loss_not_reused_sharded
     not_reused = max(0, min(held.totals[loss] - held.steady, block) - events[loss]["activations"])
     disjoint = held.steady + block + reuse.likely * not_reused
     step = events.get("optimizer_step", {})
-    if policy.uses_fsdp:
+    if is_sharded:
         disjoint += step.get("gradients", 0) + step.get("optimizer_temporaries", 0)
     return disjoint

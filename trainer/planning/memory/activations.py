@@ -40,15 +40,6 @@ The final norm saves what the norms of a block do. Under autocast the head's wei
 """
 
 from shardwise.trainer.planning.configuration import Configuration, same_for_all
-from shardwise.trainer.planning.memory.precision_policy import (
-    Dims,
-    PrecisionPolicy,
-    adapted_linears,
-    adapter_parameters,
-    adapts_all,
-    traced_adapters,
-)
-from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs
 from shardwise.trainer.planning.memory.saved_tensors import (
     NormMoment,
     SavedTensors,
@@ -64,6 +55,15 @@ from shardwise.trainer.planning.memory.saved_tensors import (
     windowed_attention_bytes,
 )
 from shardwise.trainer.planning.memory.traced import retained, run_of
+from shardwise.trainer.planning.policy.precision_policy import (
+    Dims,
+    PrecisionPolicy,
+    adapted_linears,
+    adapter_parameters,
+    adapts_all,
+    traced_adapters,
+)
+from shardwise.trainer.planning.policy.reference_trainers import AdapterInputs
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead
 from shardwise.trainer.spec.value import Value

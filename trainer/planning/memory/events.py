@@ -14,17 +14,14 @@
 Between top and bottom both change linearly with the block, so one of the two is the larger. The events are those of
 the second and later steps (the optimizer state exists) and of the last micro batch.
 
-A gradient is fresh until it is added to an earlier one, reduced, or complete. Under FSDP2 a block's
-gradients become this rank's share as soon as the block is done; the head with the last norm and the embedding are
-groups of their own, unless the head is tied to the embedding. Without synchronisation (accumulation) whole gradients
-wait in the reduce type for the last micro batch, which reduces them group by group.
-
-A tied head: the gradient of lm_head waits in autograd's buffer for the embedding's. Both are summed in place, so two
-tables are alive when gradients are complete where one remains; out of place, three, where the waiting one is a view
-(the gradient of a plain linear layer is the transpose of a product). With accumulation the remaining one is separate.
+A gradient is fresh until it is added to an earlier one, reduced, or complete. Where gradients are reduced by groups, a
+block's become this rank's share as soon as the block is done. What an engine gathers, reduces and copies at an event is
+said by the engine (`planning/engines`).
 """
 
-from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
+from shardwise.trainer.planning import engines
+from shardwise.trainer.planning.configuration import Configuration
+from shardwise.trainer.planning.engines.engine import Event, PlannedEngine, StateMemory, Widths
 from shardwise.trainer.planning.memory.activations import (
     NORM_BACKWARD_BYTES,
     POSITION_BYTES,
@@ -32,18 +29,7 @@ from shardwise.trainer.planning.memory.activations import (
     BlockActivations,
     HeadMemory,
 )
-from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy
-from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch
-from shardwise.trainer.planning.memory.sharding import (
-    ShardingMemory,
-    accumulated_gradients,
-    gathered_kinds,
-    prefetched_blocks,
-    reduced_kinds,
-)
-from shardwise.trainer.planning.memory.states import States, updated_at_once
 from shardwise.trainer.planning.memory.traced import (
-    Widths,
     places,
     retained,
     run_of,
@@ -51,23 +37,11 @@ from shardwise.trainer.planning.memory.traced import (
     worst_end,
     worst_forward,
 )
+from shardwise.trainer.planning.policy.precision_policy import PrecisionPolicy
 from shardwise.trainer.spec.model.blocks import TracedBlocks
 from shardwise.trainer.spec.model.shape import Norm
-from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead, Method
+from shardwise.trainer.spec.strategy import AttentionKernel, Checkpointing, LossHead
 from shardwise.trainer.spec.units import MIB
-from shardwise.trainer.spec.value import Value
-
-Event = dict[str, int]
-
-
-class StateMemory(Value, frozen=True, kw_only=True):
-    """The parts of a step's memory that do not depend on the micro batch, the recomputation or the loss head."""
-
-    configuration: Configuration
-    policy: PrecisionPolicy
-    dims: Dims
-    states: States
-    sharding: ShardingMemory
 
 
 class StepMemory(StateMemory, frozen=True, kw_only=True):
@@ -76,17 +50,20 @@ class StepMemory(StateMemory, frozen=True, kw_only=True):
     blocks: BlockActivations
     head: HeadMemory
 
-    @property
-    def waits_for_last_micro_batch(self) -> bool:
-        """True if whole gradients stay on this rank until the last micro batch reduces them."""
-        is_accumulating = self.configuration.accumulation > 1 and not self.policy.updates_in_backward
-        return is_accumulating and self.policy.uses_fsdp and not reduces_every_micro_batch(self.configuration)
 
-    @property
-    def holds_earlier_gradients(self) -> bool:
-        """True if a new gradient is added to an existing one: DDP's bucket, or that of an earlier micro batch."""
-        is_accumulating = self.configuration.accumulation > 1 and not self.policy.updates_in_backward
-        return is_accumulating or self.sharding.holds_gradients
+def engine_of(step: StateMemory) -> PlannedEngine:
+    """The planner's side of the engine that runs the step."""
+    return engines.engine_of(step.configuration.strategy.sharding)
+
+
+def accumulated_gradients(
+    configuration: Configuration, policy: PrecisionPolicy, num_trained: int, gradients: int
+) -> int:
+    """Gradients of earlier micro batches, alive in every forward and backward but the first."""
+    if configuration.accumulation == 1 or policy.updates_in_backward:
+        return 0
+    engine = engines.engine_of(configuration.strategy.sharding)
+    return engine.earlier_gradients(configuration, policy, num_trained, gradients)
 
 
 def head_gradient(step: StepMemory) -> int:
@@ -94,10 +71,8 @@ def head_gradient(step: StepMemory) -> int:
     policy, dims = step.policy, step.dims
     if policy.is_frozen or (step.policy.updates_in_backward and not dims.is_tied):
         return 0
-    if policy.uses_fsdp:
-        return policy.compute_bytes * dims.embedding  # whole, until its group is reduced
     is_added = step.holds_earlier_gradients and not dims.is_tied
-    return 0 if is_added else policy.weight_bytes * dims.embedding
+    return engine_of(step).gradient_widths(policy, is_added=is_added).made * dims.embedding
 
 
 def block_gradient(step: StepMemory) -> int:
@@ -111,9 +86,7 @@ def block_gradient(step: StepMemory) -> int:
     num_elements = dims.hidden * dims.ffn
     if step.blocks.peaks_at_scores:
         num_elements = dims.block - dims.attention + dims.query * dims.hidden
-    if policy.uses_fsdp:
-        return policy.compute_bytes * num_elements
-    return 0 if step.holds_earlier_gradients else policy.weight_bytes * num_elements
+    return engine_of(step).gradient_widths(policy, is_added=step.holds_earlier_gradients).made * num_elements
 
 
 def gradients_at_top(step: StepMemory, backward: Event) -> Event:
@@ -154,29 +127,7 @@ def gradients_at_end(step: StepMemory, backward: Event) -> Event:
 
 def table_gradients(step: StepMemory) -> int:
     """Gradients of embedding and head beyond their place among the complete gradients."""
-    policy, dims = step.policy, step.dims
-    if policy.is_frozen:
-        return 0
-    if policy.uses_fsdp:
-        return _gathered_table_gradients(step)
-    table = _table(step)
-    is_view = dims.is_tied and step.configuration.loss is LossHead.EAGER and not policy.is_autocast
-    if step.policy.updates_in_backward:
-        return max((1 + dims.is_tied + is_view) * table, table + step.states.table_temporaries)
-    if not dims.is_tied:
-        return table if step.holds_earlier_gradients else 0
-    return (step.holds_earlier_gradients + (2 if is_view else 1)) * table
-
-
-def _gathered_table_gradients(step: StepMemory) -> int:
-    """The whole gradient of the last group, and the input of its reduce-scatter."""
-    policy, dims = step.policy, step.dims
-    if not policy.is_cuda:  # gloo's copy of the reduce-scatter's input, by when only the head's gradient is left
-        return 2 * policy.master_bytes * dims.root + policy.compute_bytes * dims.embedding
-    if policy.reference.uses_fsdp1:
-        return policy.compute_bytes * dims.root
-    group = dims.root - (dims.head_group if step.sharding.reduce_head else 0)
-    return (policy.compute_bytes + (0 if step.waits_for_last_micro_batch else policy.reduce_bytes)) * group
+    return 0 if step.policy.is_frozen else engine_of(step).table_gradients(step)
 
 
 def _gradients_with_buckets(step: StepMemory, not_yet_copied: int) -> int:
@@ -207,7 +158,6 @@ def _share_of(step: StepMemory, num_elements: int) -> int:
 CUBLAS_WORKSPACE_BYTES = 8_519_680  # of one handle before Hopper; two threads own one each
 CUBLAS_WORKSPACE_BYTES_HOPPER = 32 * MIB
 TE_WORKSPACE_BYTES, TE_WORKSPACE_BYTES_HOPPER = 4 * MIB, 32 * MIB  # of Transformer Engine's own products
-_NORM_BYTES = 8  # DeepSpeed 0.19.8, stage_1_and_2.py, get_grad_norm_direct
 
 
 def step_events(step: StepMemory, resident: Event) -> dict[str, Event]:
@@ -278,29 +228,9 @@ def _input_bytes(step: StepMemory) -> int:
 
 def _load(step: StepMemory, resident: Event) -> Event:
     """Weights are built in host RAM; what is wider than its place on the device passes through it in pieces."""
-    policy, dims, sharding = step.policy, step.dims, step.configuration.strategy.sharding
     retained = ("weights", "master_weights", "quant_state", "adapters")
-    event: Event = {name: num_bytes for name, num_bytes in resident.items() if name in retained}
-    if policy.uses_fsdp:
-        # fully_shard moves a whole group to the device before it cuts its shard; ours cuts a model without memory.
-        group = dims.parameters if policy.reference.loads_whole_model else max(dims.block, dims.root)
-        event["gathered_weights"] = 0 if _is_cut_first(step) else policy.weight_bytes * group
-    elif sharding.facts.keeps_gradient_buckets:
-        event["gradients"] = step.states.gradients  # the buckets
-    elif sharding.facts.deepspeed_stage == 3:
-        event["gathered_weights"] = policy.weight_bytes * dims.largest_tensor
-    elif policy.uses_deepspeed and step.states.master_weights:
-        # Zeros in the masters' type that initialise the optimizer's state.
-        event["gradient_copies"] = -(-policy.master_bytes * step.states.num_trained // policy.shard_degree)
-    return event
-
-
-def _is_cut_first(step: StepMemory) -> bool:
-    """True if a rank loads its shards alone (runtime/models); FP8 and QLoRA may build the whole model."""
-    configuration = step.configuration
-    return (
-        step.policy.reference.name == SHARDWISE and not step.policy.is_fp8 and configuration.method is not Method.QLORA
-    )
+    event = {name: num_bytes for name, num_bytes in resident.items() if name in retained}
+    return {**event, **engine_of(step).load(step)}
 
 
 def _retained(step: StepMemory, running: Event, gathered: int) -> Event:
@@ -448,7 +378,7 @@ def traced_forward(step: StepMemory) -> int:
 def _traced_block_backward(step: StepMemory, traced: TracedBlocks, backward: Event) -> dict[str, Event]:
     """The worst blocks: the last, one before it, the first; the third too, if two are gathered ahead of it."""
     last, of_kinds = len(traced.order) - 1, set(places(traced))
-    if prefetched_blocks(step.configuration, step.policy) > 1:
+    if step.sharding.blocks_ahead > 1:
         of_kinds.add(min(2, last))
     events = {place: _traced_block(step, traced, backward, place) for place in sorted(of_kinds)}
     middle = max((event for place, event in events.items() if 0 < place < last), key=_total, default=None)
@@ -461,7 +391,7 @@ def _traced_block_backward(step: StepMemory, traced: TracedBlocks, backward: Eve
 def _traced_block(step: StepMemory, traced: TracedBlocks, backward: Event, place: int) -> Event:
     """The worst moment of the block at a place, with what the blocks after it have left."""
     configuration, policy, sharding = step.configuration, step.policy, step.sharding
-    run, kind, last = run_of(configuration, policy, step.dims), traced.order[place], len(traced.order) - 1
+    run, kind = run_of(configuration, policy, step.dims), traced.order[place]
     found = retained(configuration, run)
     worst = worst_block(run, kind, _gradient_widths(step), is_recomputed=found.recomputed[place])
     earlier = found.before[place]
@@ -477,29 +407,16 @@ def _traced_block(step: StepMemory, traced: TracedBlocks, backward: Event, place
         event["activations"] += event.pop("block_temporaries")
     after = sum(traced.kinds[each].num_parameters for each in traced.order[place + 1 :])
     event.update(_finished(step, backward, after, sum(traced.kinds[each].num_parameters for each in traced.order)))
-    if not policy.uses_fsdp:
-        return with_gathered(event, sharding.gathered_top)
-    gathered, reduced = (
-        gathered_kinds(configuration, policy, step.dims),
-        reduced_kinds(configuration, policy, step.dims),
-    )
-    ahead = prefetched_blocks(configuration, policy)
-    of_blocks = sum(gathered[each] for each in traced.order[max(0, place - ahead) : place + 1])
-    if configuration.strategy.sharding.facts.keeps_weights_gathered:
-        of_blocks = sum(gathered[each] for each in traced.order[: place + 1])
-    root = sharding.gathered_bottom - gathered[traced.order[0]] if place == 0 else sharding.root
-    event["reduce_scatter"] = sharding.reduce_head if place == last else reduced[traced.order[place + 1]]
-    return with_gathered(event, max(root, sharding.root) + of_blocks)
+    gathered = engine_of(step).traced_block(step, traced, place)
+    if gathered.reduced is not None:
+        event["reduce_scatter"] = gathered.reduced
+    return with_gathered(event, gathered.weights)
 
 
 def _gradient_widths(step: StepMemory) -> Widths:
     """Bytes of an element of a gradient that the block at work has made."""
-    policy = step.policy
-    if policy.uses_fsdp:
-        return Widths(made=policy.compute_bytes, fresh=0)
-    width = policy.trained_bytes if policy.is_frozen else policy.weight_bytes
-    is_added = step.holds_earlier_gradients or policy.updates_in_backward
-    return Widths(made=0, fresh=width) if is_added else Widths(made=width, fresh=0)
+    is_added = step.holds_earlier_gradients or step.policy.updates_in_backward
+    return engine_of(step).gradient_widths(step.policy, is_added=is_added)
 
 
 def _finished(step: StepMemory, backward: Event, after: int, in_blocks: int) -> Event:
@@ -535,7 +452,7 @@ def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
         "reduce_scatter": sharding.reduce_block,
     }
     nearest = [(1, sharding.gathered_top - sharding.freed_before_first)]
-    if prefetched_blocks(step.configuration, step.policy) > 1 and step.dims.layers > 3:
+    if step.sharding.blocks_ahead > 1 and step.dims.layers > 3:
         nearest.append((2, sharding.gathered_top - sharding.freed_before_second))
     before = (
         {
@@ -573,10 +490,7 @@ def _total(event: Event) -> int:
 def _retained_inputs(step: StepMemory) -> Event:
     """Inputs of frozen blocks and their gradients, which FSDP1 holds until the backward ends."""
     policy, blocks = step.policy, step.blocks
-    retains = (
-        policy.reference.retains_frozen_inputs and policy.uses_fsdp and policy.is_frozen and policy.is_checkpointed
-    )
-    if not retains:
+    if not (step.sharding.retains_frozen_inputs and policy.is_frozen and policy.is_checkpointed):
         return {}
     # One of the gradients is the output gradient of the block at work.
     return {"activations": blocks.retained, "retained_gradients": max(0, step.dims.layers - 2) * blocks.boundary}
@@ -597,20 +511,6 @@ def _gradients_complete(step: StepMemory, backward: Event) -> Event:
 
 def optimizer_step(step: StateMemory, resident: Event) -> Event:
     """States, gradients and temporaries while the optimizer updates the weights after the backward."""
-    policy, states = step.policy, step.states
+    states = step.states
     event = {**resident, "gradients": states.gradients, "optimizer_temporaries": states.optimizer_temporaries}
-    if policy.uses_deepspeed and states.master_weights:
-        # When the backward ends, each rank keeps the gradients of its partition (also ZeRO-1). Those that are updated
-        # at once are copied into one flat tensor, and that into one of the masters' type, before either is freed.
-        share = -(-states.num_trained // policy.shard_degree)
-        event["gradients"] = min(states.gradients, policy.compute_bytes * share)
-        flat = policy.compute_bytes if policy.compute_bytes != policy.master_bytes else 0
-        at_once = updated_at_once(step.configuration, policy, step.dims, num_trained=states.num_trained)
-        copied = {**event, "gradient_copies": (flat + policy.master_bytes) * at_once}
-        if policy.is_frozen:
-            return copied
-        # Before that the norm is taken, of each gradient in double precision.
-        is_cut = step.configuration.strategy.sharding.facts.deepspeed_stage == 3  # each is a rank's piece of a weight
-        doubles = _NORM_BYTES * min(share, -(-step.dims.largest_tensor // (policy.shard_degree if is_cut else 1)))
-        return max(copied, {**event, "optimizer_temporaries": 0, "gradient_copies": doubles}, key=_total)
-    return event
+    return engine_of(step).update(step, event)

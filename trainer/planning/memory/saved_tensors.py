@@ -42,8 +42,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from shardwise.trainer.planning.configuration import Configuration
-from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy, adapted_linears
-from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs
+from shardwise.trainer.planning.policy.precision_policy import Dims, PrecisionPolicy, adapted_linears
+from shardwise.trainer.planning.policy.reference_trainers import AdapterInputs
 from shardwise.trainer.spec.model.shape import Norm
 from shardwise.trainer.spec.strategy import Attention, AttentionKernel, Method
 from shardwise.trainer.spec.value import Value

@@ -47,7 +47,10 @@ from collections.abc import Iterator
 
 from shardwise.trainer.planning.configuration import Configuration, same_for_all
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.precision_policy import (
+from shardwise.trainer.planning.engines import engine_of
+from shardwise.trainer.planning.engines.engine import States
+from shardwise.trainer.planning.engines.parts import share
+from shardwise.trainer.planning.policy.precision_policy import (
     Dims,
     PrecisionPolicy,
     adapted_linears,
@@ -56,35 +59,14 @@ from shardwise.trainer.planning.memory.precision_policy import (
     policy_of,
     traced_adapters,
 )
-from shardwise.trainer.planning.memory.sharding import largest_shard, share
-from shardwise.trainer.spec.engines import SUB_GROUP_BUFFERS, UPDATE_WINDOW_BYTES, Offload, sub_group_elements
-from shardwise.trainer.spec.optimizers import Optimizer, OptimizerFacts, StateKind
-from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Quant, Strategy
+from shardwise.trainer.spec.engines import Offload
+from shardwise.trainer.spec.optimizers import Optimizer, OptimizerFacts, Pieces, StateKind
+from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision, Quant
 from shardwise.trainer.spec.units import MIB
 from shardwise.trainer.spec.value import Value
 
 NF4_WEIGHT_BYTES = 0.5
 NF4_SCALE_BYTES = {Quant.NF4: 4 / 64, Quant.NF4_DQ: 1 / 64 + 4 / 16384}
-
-
-class States(Value, frozen=True, kw_only=True):
-    """Bytes of one rank; `num_trained` is elements and `saved` bytes over all ranks."""
-
-    num_trained: int
-    saved: int  # over all ranks: masters and optimizer state, which a checkpoint holds
-    weights: int
-    quant_state: int
-    adapters: int
-    master_weights: int = 0
-    gradients: int = 0  # complete, at the end of the last backward
-    optimizer_state: int = 0
-    optimizer_temporaries: int = 0
-    table_temporaries: int = 0  # of the embedding's update, under optimizer_in_backward
-    managed: int = 0  # paged optimizer state: CUDA managed memory
-    pinned: int = 0
-    pageable: int = 0
-    nvme: int = 0
-    host_table: int = 0  # the input embeddings under embedding_on_host, pageable
 
 
 @same_for_all(
@@ -106,6 +88,7 @@ def states_of(configuration: Configuration, device: Device, dims: Dims) -> State
 def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> States:
     """The states of one rank in the setting."""
     sharding = configuration.strategy.sharding
+    engine, is_flat = engine_of(sharding), policy.pieces is Pieces.FLAT
     degree, width = policy.shard_degree, policy.trained_bytes
     trained_degree = 1 if policy.replicates_adapters else degree
     trained = adapter_elements(configuration, dims) if policy.is_frozen else dims.parameters
@@ -115,21 +98,21 @@ def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Di
     host_table = table_on_host(configuration, policy, dims)
     adapters = 0
     if policy.is_frozen:
-        adapter_width = policy.compute_bytes if policy.uses_deepspeed else width
+        adapter_width = policy.compute_bytes if is_flat else width
         adapters = share(adapter_width * trained, 1 if policy.replicates_adapters else weight_degree)
-    masters = share(width * trained, degree) if policy.uses_deepspeed else 0
+    masters = share(width * trained, degree) if is_flat else 0
     optimizer = optimizer_bytes(configuration, policy, dims, num_trained=trained)
     state, temporaries = share(optimizer.state, trained_degree), share(optimizer.temporaries, trained_degree)
-    if policy.uses_deepspeed and trained:
-        at_once = updated_at_once(configuration, policy, dims, num_trained=trained)
+    if is_flat and trained:
+        at_once = engine.updated_at_once(configuration, policy, dims, num_trained=trained)
         temporaries = -(-temporaries * at_once // share(trained, degree))
     saved = width * trained + optimizer.state
     managed = share(optimizer.paged, trained_degree) if policy.is_cuda else 0  # a CPU's "managed" memory is its own
     state -= managed
-    gradient_bytes = policy.compute_bytes if policy.uses_deepspeed else width
+    gradient_bytes = policy.compute_bytes if is_flat else width
     gradients = share(gradient_bytes * trained, trained_degree if sharding.shards_gradients else 1)
-    if policy.uses_fsdp and not policy.is_frozen and not policy.reference.uses_fsdp1:
-        held = largest_shard(dims, degree)
+    held = engine.uneven_share(policy, dims)
+    if held is not None:
         weights, gradients = policy.weight_bytes * held, width * held
         whole = (optimizer.state, optimizer.temporaries, optimizer.paged if policy.is_cuda else 0)
         state, temporaries, managed = (-(-num_bytes * held // trained) for num_bytes in whole)
@@ -151,50 +134,7 @@ def model_states(configuration: Configuration, policy: PrecisionPolicy, dims: Di
     return (
         on_device
         if configuration.strategy.offload is Offload.NONE
-        else _offloaded(on_device, configuration.strategy, policy)
-    )
-
-
-def updated_at_once(configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, num_trained: int) -> int:
-    """Elements of a rank that the optimizer updates together, of `num_trained` over all: under ZeRO-3 a sub-group.
-
-    The weight that fills a sub-group may be the largest, as where the head follows the blocks.
-    """
-    partition = share(num_trained, policy.shard_degree)
-    if configuration.strategy.sharding.facts.deepspeed_stage != 3:
-        return partition
-    piece = share(dims.largest_tensor, policy.shard_degree)
-    size = policy.reference.sub_group_elements or sub_group_elements(
-        partition=partition, piece=piece, num_bytes=SUB_GROUP_BUFFERS * policy.master_bytes
-    )
-    return min(partition, size + piece)
-
-
-def _offloaded(states: States, strategy: Strategy, policy: PrecisionPolicy) -> States:
-    """The states with those that an offload moves in host RAM or on NVMe."""
-    offload, degree = strategy.offload, policy.shard_degree
-    partition = policy.trained_bytes * states.num_trained // degree
-    moved = states.adapters + states.weights if offload.moves_parameters else 0
-    pageable, nvme = 0, 0
-    if policy.uses_fsdp:
-        pinned, pageable = moved + partition, states.optimizer_state + states.optimizer_temporaries
-    else:
-        state = states.master_weights + states.optimizer_state + partition
-        pinned = state + moved + policy.compute_bytes * states.num_trained // degree
-        if offload.uses_nvme:
-            nvme = state + (moved if offload is Offload.NVME_ALL else 0)
-            pinned = min(pinned, UPDATE_WINDOW_BYTES + partition)
-    stays = 0 if offload.moves_parameters else 1
-    return States(
-        num_trained=states.num_trained,
-        saved=states.saved,
-        weights=stays * states.weights,
-        quant_state=stays * states.quant_state,
-        adapters=stays * states.adapters,
-        gradients=states.gradients if strategy.sharding.facts.deepspeed_stage == 1 else 0,
-        pinned=pinned,
-        pageable=pageable,
-        nvme=nvme,
+        else engine.offloaded(on_device, configuration.strategy, policy)
     )
 
 
@@ -252,10 +192,8 @@ def host_memory(
 def loading_bytes(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> int:
     """Bytes of host RAM that a rank needs while it loads the model, in addition to its own state."""
     width = policy.compute_bytes if policy.is_frozen else policy.master_bytes
-    sharding = configuration.strategy.sharding
-    builds_whole = configuration.strategy.precision is Precision.FP8 or (
-        sharding.uses_deepspeed and not sharding.shards_weights
-    )
+    engine, is_fp8 = engine_of(configuration.strategy.sharding), configuration.strategy.precision is Precision.FP8
+    builds_whole = is_fp8 or engine.builds_whole_model(configuration)
     if configuration.method is Method.QLORA or not builds_whole:
         return 2 * width * dims.largest_tensor
     return width * dims.parameters
@@ -293,12 +231,11 @@ def state_tensors(
     configuration: Configuration, policy: PrecisionPolicy, dims: Dims, *, num_trained: int
 ) -> StateTensors:
     """The tensors that are trained, `num_trained` elements together."""
-    if policy.uses_deepspeed:
+    if policy.pieces is Pieces.FLAT:
         return StateTensors(groups=((num_trained // policy.shard_degree, policy.shard_degree),))
     groups = tuple(_adapters(configuration, dims) if policy.is_frozen else _weights(dims))
-    return StateTensors(
-        groups=groups, least_8bit=LEAST_8BIT_ELEMENTS * (policy.shard_degree if policy.uses_fsdp else 1)
-    )
+    is_cut = policy.pieces is Pieces.SHARDS
+    return StateTensors(groups=groups, least_8bit=LEAST_8BIT_ELEMENTS * (policy.shard_degree if is_cut else 1))
 
 
 def _adapters(configuration: Configuration, dims: Dims) -> Iterator[tuple[int, int]]:
@@ -381,7 +318,7 @@ def _largest(
     facts: OptimizerFacts, policy: PrecisionPolicy, dims: Dims, tensors: StateTensors, *, num_trained: int
 ) -> int:
     """Elements of what is updated at once, over all ranks; of a flat partition all, where the memory bears it."""
-    if policy.uses_deepspeed:
+    if policy.pieces is Pieces.FLAT:
         return num_trained
     return tensors.largest_8bit if facts.is_8bit else min(num_trained, dims.largest_tensor)
 

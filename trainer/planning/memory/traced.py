@@ -22,7 +22,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shardwise.trainer.planning.configuration import Configuration
-from shardwise.trainer.planning.memory.precision_policy import Dims, PrecisionPolicy
+from shardwise.trainer.planning.engines.engine import Widths
+from shardwise.trainer.planning.policy.precision_policy import Dims, PrecisionPolicy
 from shardwise.trainer.spec.model.blocks import Amount, Mode, ModeTrace, Moment, Part, TracedBlocks
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, Method
 
@@ -179,13 +180,6 @@ class Worst(NamedTuple):
     @property
     def total(self) -> float:
         return self.held + self.gradients
-
-
-class Widths(NamedTuple):
-    """Bytes of an element of a weight's gradient: of each that a block has made, or of the newest alone."""
-
-    made: int
-    fresh: int
 
 
 def worst_block(run: Run, kind: int, widths: Widths, *, is_recomputed: bool) -> Worst:

@@ -17,7 +17,7 @@ from shardwise.trainer.planning.candidates import configuration_of, prediction_e
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.device import Device
 from shardwise.trainer.planning.tables.gpu_specs import MIG_MARK
-from shardwise.trainer.spec.engines import Engine, Offload
+from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.plan import Candidate, TrialResult
 from shardwise.trainer.spec.report import TimePart
@@ -170,7 +170,7 @@ def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
         return None
     found = (
         (context.shape.num_experts > 1, "mixtures of experts"),
-        (row.sharding.facts.engine is Engine.DEEPSPEED, "ZeRO"),
+        (row.sharding.uses_deepspeed, "ZeRO"),
         (row.sharding.facts.shards_within_group, "hybrid sharding"),
         (candidate.reduce_every_micro_batch and candidate.accumulation > 1, "reduction of every micro batch"),
         (candidate.bf16_reduction, "reduction in bf16"),

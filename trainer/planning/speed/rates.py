@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from shardwise.trainer.planning.configuration import Configuration, once
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.reference_trainers import reference_of
+from shardwise.trainer.planning.policy.reference_trainers import reference_of
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.tables.gpu_chips import CHIPS, GDDR_GENERATIONS, HOPPER_TENSOR_FLOP, Generation
 from shardwise.trainer.spec.hardware import DeviceKind, LinkKind

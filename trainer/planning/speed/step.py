@@ -22,9 +22,8 @@ The update, in bytes through memory and products:
 
 Clipping reads each gradient twice and writes it: 6 bytes. Under offload the CPU updates instead.
 
-FSDP gathers a block's weights for each forward and backward, or once if they stay gathered, and reduces gradients
-with the last micro batch; DeepSpeed's ZeRO-2 and 3 reduce with each, DDP and ZeRO-1 once a step. Some programs reduce
-with each micro batch under every engine: a value of `memory.reference_trainers`, or of the case.
+What ranks gather and reduce in a micro batch and in a step is said by their engine (`planning/engines`). Some programs
+reduce with each micro batch under every engine: a value of `policy.reference_trainers`, or of the case.
 
 Offload (DeepSpeed and FSDP alike): gradients of a shard to the host after each micro batch, the CPU's update (7
 accesses a parameter to weight, moments and gradient, and no faster than its cores in fp32), new 16-bit weights back;
@@ -51,17 +50,19 @@ from collections.abc import Collection
 
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, same_for_all
 from shardwise.trainer.planning.device import Device
+from shardwise.trainer.planning.engines import engine_of
+from shardwise.trainer.planning.engines.engine import Transfers
 from shardwise.trainer.planning.memory.activations import FUSED_SLICE_TOKENS, block_activations, liger_slice_tokens
-from shardwise.trainer.planning.memory.precision_policy import (
+from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
+from shardwise.trainer.planning.memory.states import looked_up_bytes
+from shardwise.trainer.planning.policy.precision_policy import (
     attention_kernel,
     dims_for,
     dims_of,
     policy_of,
     shard_degree,
 )
-from shardwise.trainer.planning.memory.reference_trainers import reduces_every_micro_batch, reference_of
-from shardwise.trainer.planning.memory.saved_tensors import keys_and_values
-from shardwise.trainer.planning.memory.states import looked_up_bytes
+from shardwise.trainer.planning.policy.reference_trainers import reference_of
 from shardwise.trainer.planning.speed import constants as constants
 from shardwise.trainer.planning.speed.rates import Rates, rates_of, saved_by_fp8, speed_notes
 from shardwise.trainer.planning.speed.work import (
@@ -310,19 +311,14 @@ def collective_seconds(configuration: Configuration, work: Work, rates: Rates, t
     if sharding.facts.shards_within_group:
         return _hybrid_seconds(configuration, work, rates, trained)
     share, latency = (num_ranks - 1) / num_ranks, (work.blocks + 1) * num_ranks * constants.HOP_S
+    transfers = engine_of(sharding).transfers(configuration)
     reduction = trained * _gradient_bytes(configuration) * share / rates.link + latency
-    if not sharding.shards_gradients:
-        # all-reduced, or gathered as weights
+    if not transfers.reduces_to_shards:
         reduction += trained * _gradient_bytes(configuration) * share / rates.link
-        return _per_micro_batch_or_step(configuration, 0.0, reduction)
     gathered = gathered_bytes(configuration, work) * share / rates.link + latency
-    if not sharding.shards_weights:
-        weights = trained * configuration.strategy.precision.compute_bytes * share / rates.link
-        return reduction, weights
-    gathers = 1 if sharding.facts.keeps_weights_gathered else 2
-    if sharding.uses_deepspeed:
-        return gathers * gathered + reduction, 0.0
-    return _per_micro_batch_or_step(configuration, gathers * gathered, reduction)
+    updated = trained * configuration.strategy.precision.compute_bytes * share / rates.link
+    in_micro, in_step = _with_reduction(transfers, transfers.gathers * gathered, reduction)
+    return in_micro, in_step + (updated if transfers.gathers_updated else 0.0)
 
 
 def gathered_bytes(configuration: Configuration, work: Work) -> float:
@@ -384,8 +380,9 @@ def _forward_share(configuration: Configuration) -> float:
     return 1 / training_passes(configuration).products
 
 
-def _per_micro_batch_or_step(configuration: Configuration, gathered: float, reduction: float) -> tuple[float, float]:
-    return (gathered + reduction, 0.0) if reduces_every_micro_batch(configuration) else (gathered, reduction)
+def _with_reduction(transfers: Transfers, gathered: float, reduction: float) -> tuple[float, float]:
+    """Seconds (of each micro batch, of each step) of both."""
+    return (gathered + reduction, 0.0) if transfers.reduces_every_micro_batch else (gathered, reduction)
 
 
 def _hybrid_seconds(configuration: Configuration, work: Work, rates: Rates, trained: int) -> tuple[float, float]:
@@ -405,7 +402,8 @@ def _hybrid_seconds(configuration: Configuration, work: Work, rates: Rates, trai
     across = 2 * (copies - 1) / copies * gradients / inside / outer + hops * copies if copies > 1 else 0.0
     summed = gradients * share / link + latency
     reduction = both(summed, across) if spans_nodes and link == rates.inner_link else summed + across
-    return _per_micro_batch_or_step(configuration, 2 * (gathered + latency), reduction)
+    transfers = engine_of(configuration.strategy.sharding).transfers(configuration)
+    return _with_reduction(transfers, transfers.gathers * (gathered + latency), reduction)
 
 
 def _gradient_bytes(configuration: Configuration) -> float:

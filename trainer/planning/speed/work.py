@@ -25,9 +25,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration
-from shardwise.trainer.planning.memory.precision_policy import adapts_all, is_adapted, traced_adapters
-from shardwise.trainer.planning.memory.reference_trainers import reference_of
 from shardwise.trainer.planning.memory.traced import mode_of, nearest
+from shardwise.trainer.planning.policy.precision_policy import adapts_all, is_adapted, traced_adapters
+from shardwise.trainer.planning.policy.reference_trainers import reference_of
 from shardwise.trainer.spec.model.blocks import Amount, ModeTrace, Part, TracedBlocks
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision

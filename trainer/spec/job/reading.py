@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import Struct
 
 from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, encoding_of, shapes_for
-from shardwise.trainer.spec.engines import Offload, Sharding, shardings_with
+from shardwise.trainer.spec.engines import Offload, shardings_with
 from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, children
 from shardwise.trainer.spec.job.kinds import HintError, nearest, one_of, shown
@@ -441,7 +441,8 @@ def _checkpointing_n(job: Job) -> str | None:
 
 
 def _shard_group(job: Job) -> str | None:
-    if job.pin.shard_group is None or job.pin.sharding in (None, Sharding.HSDP):
+    sharding = job.pin.sharding
+    if job.pin.shard_group is None or sharding is None or sharding.facts.shards_within_group:
         return None
     return f"pin.shard_group: {job.pin.shard_group} needs pin.sharding: hsdp"
 
@@ -487,7 +488,8 @@ def _update_in_backward(job: Job) -> str | None:
 
 
 def _one_device(job: Job) -> str | None:
-    if job.pin.sharding is not Sharding.NONE or job.slurm.nodes is None or job.slurm.nodes == 1:
+    sharding = job.pin.sharding
+    if sharding is None or not sharding.facts.is_one_rank or job.slurm.nodes in (None, 1):
         return None
     return f"pin.sharding: none runs on one device, but slurm.nodes is {job.slurm.nodes}; write pin.sharding: ddp"
 

@@ -25,11 +25,12 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.configuration import SHARDWISE, Configuration, once, same_for_all
 from shardwise.trainer.planning.device import Device
-from shardwise.trainer.planning.memory.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
+from shardwise.trainer.planning.policy.reference_trainers import AdapterInputs, ReferenceTrainer, reference_of
 from shardwise.trainer.spec.fp8 import FP8_RECIPES, Fp8Package, Shape
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.model.blocks import Adapter, Component, TracedBlocks
 from shardwise.trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
+from shardwise.trainer.spec.optimizers import Pieces
 from shardwise.trainer.spec.plan import Coverage
 from shardwise.trainer.spec.strategy import (
     Attention,
@@ -402,8 +403,7 @@ class PrecisionPolicy(Value, frozen=True, kw_only=True, cache_hash=True):
     multiplies_by_te: bool  # Transformer Engine's layers, which save their inputs in FP8
     fp8_shapes: frozenset[Shape]  # of the linear layers that run in FP8
     is_frozen: bool  # base weights are not trained
-    uses_deepspeed: bool
-    uses_fsdp: bool
+    pieces: Pieces  # FLAT: the model in the computing type, and a partition in that of the masters
     shard_degree: int  # ranks that share what is sharded
     kernel: AttentionKernel
     repeats_kv: bool  # attention receives as many key and value heads as query heads
@@ -436,15 +436,15 @@ def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> P
     sharding, precision = configuration.strategy.sharding, configuration.strategy.precision
     compute, master = precision.compute_bytes, precision.master_bytes
     is_frozen = configuration.method.freezes_base
-    uses_deepspeed, uses_fsdp = sharding.uses_deepspeed, sharding.uses_fsdp
+    pieces = sharding.facts.pieces
     is_mixed = precision not in (Precision.FP32, Precision.BF16)
-    is_autocast = is_mixed and not uses_deepspeed and not uses_fsdp
+    is_autocast = is_mixed and pieces is Pieces.WHOLE
     has_fp32_products = is_autocast and configuration.method is Method.QLORA
     has_fp32_products = has_fp32_products and (dims.norm is Norm.LAYER or configuration.lora.dora)
     fuses_adapters = (
         reference.fuses_adapters and configuration.method is Method.QLORA and configuration.loss is not LossHead.EAGER
     )
-    replicates_adapters = fuses_adapters and uses_fsdp
+    replicates_adapters = fuses_adapters and pieces is Pieces.SHARDS
     trained = master
     if is_frozen:
         trained = choices.adapter_bytes or (compute if replicates_adapters else reference.adapter_bytes or master)
@@ -460,7 +460,7 @@ def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> P
         master_bytes=master,
         trained_bytes=trained,
         reduce_bytes=choices.reduce_bytes or reference.reduce_bytes or (2 if configuration.bf16_reduction else trained),
-        weight_bytes=(reference.frozen_bytes or compute) if is_frozen else compute if uses_deepspeed else master,
+        weight_bytes=(reference.frozen_bytes or compute) if is_frozen else compute if pieces is Pieces.FLAT else master,
         compute_bytes=compute,
         residual_bytes=choices.residual_bytes
         or (4 if is_autocast and (not is_frozen or has_fp32_products) else compute),
@@ -484,8 +484,7 @@ def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> P
         multiplies_by_te=recipe is not None and FP8_RECIPES[recipe].package is Fp8Package.TRANSFORMER_ENGINE,
         fp8_shapes=frozenset() if recipe is None else _converted(recipe, dims),
         is_frozen=is_frozen,
-        uses_deepspeed=uses_deepspeed,
-        uses_fsdp=uses_fsdp,
+        pieces=pieces,
         shard_degree=shard_degree(configuration),
         kernel=kernel,
         repeats_kv=_repeats_kv(configuration, reference, kernel),
@@ -508,7 +507,8 @@ def _casts_adapter_inputs(configuration: Configuration, device: Device, *, has_f
 
 def _adapter_inputs(reference: ReferenceTrainer, configuration: Configuration, *, is_autocast: bool) -> AdapterInputs:
     strategy = configuration.strategy
-    if strategy.sharding.uses_fsdp and strategy.precision is Precision.BF16 and reference.adapter_inputs_pure_fsdp:
+    is_cut = strategy.sharding.facts.pieces is Pieces.SHARDS
+    if is_cut and strategy.precision is Precision.BF16 and reference.adapter_inputs_pure_fsdp:
         return reference.adapter_inputs_pure_fsdp
     # A 4-bit layer does not cast its adapter's input, which is 16 bit already unless a LayerNorm made it fp32.
     return reference.adapter_inputs or (AdapterInputs.AUTOCAST if is_autocast else AdapterInputs.SHARED)
