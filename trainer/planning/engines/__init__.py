@@ -1,7 +1,7 @@
 """The planner's side of every engine, one file for each library behind one interface; a library without one is an
 error on import.
 
-    engine      the interface, and the values in which an engine answers
+    engine      the interface, and the values of its functions
     parts       shares of a rank, and bytes of gathered blocks
     replicated  the whole model on every rank: one device, DistributedDataParallel
     fsdp        FSDP2, and FSDP1 of other trainers

@@ -96,10 +96,10 @@ class StateMemory(Value, frozen=True, kw_only=True):
 
 
 class PlannedEngine(ABC):
-    """What the planner asks a library. Nothing has a default: an engine states every answer."""
+    """The terms that a library decides. Nothing has a default: every engine states all of them."""
 
     def __init__(self, *, expands_segments: bool, other_streams: tuple[str, ...]) -> None:
-        """`expands_segments`: all segments of the allocator do, if the launcher asks for it; `other_streams`: the parts
+        """`expands_segments`: all segments of the allocator do, where the launcher sets it; `other_streams`: the parts
         of an event that are allocated in streams of the engine's own."""
         self.expands_segments = expands_segments
         self.other_streams = other_streams

@@ -88,16 +88,16 @@ class Zero(WholeGradients):
         # When the backward ends, each rank keeps the gradients of its partition (also ZeRO-1). Those that are updated
         # at once are copied into one flat tensor, and that into one of the masters' type, before either is freed.
         partition = share(states.num_trained, policy.shard_degree)
-        kept = {**event, "gradients": min(states.gradients, policy.compute_bytes * partition)}
+        reduced = {**event, "gradients": min(states.gradients, policy.compute_bytes * partition)}
         flat = policy.compute_bytes if policy.compute_bytes != policy.master_bytes else 0
         at_once = self.updated_at_once(step.configuration, policy, step.dims, num_trained=states.num_trained)
-        copied = {**kept, "gradient_copies": (flat + policy.master_bytes) * at_once}
+        copied = {**reduced, "gradient_copies": (flat + policy.master_bytes) * at_once}
         if policy.is_frozen:
             return copied
         # Before that the norm is taken, of each gradient in double precision; under ZeRO-3 of a rank's piece.
         pieces = policy.shard_degree if sharding.shards_weights else 1
         doubles = _NORM_BYTES * min(partition, share(step.dims.largest_tensor, pieces))
-        return max(copied, {**kept, "optimizer_temporaries": 0, "gradient_copies": doubles}, key=_total)
+        return max(copied, {**reduced, "optimizer_temporaries": 0, "gradient_copies": doubles}, key=_total)
 
     def transfers(self, configuration: Configuration) -> Transfers:
         sharding = configuration.strategy.sharding

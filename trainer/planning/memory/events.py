@@ -15,8 +15,8 @@ Between top and bottom both change linearly with the block, so one of the two is
 the second and later steps (the optimizer state exists) and of the last micro batch.
 
 A gradient is fresh until it is added to an earlier one, reduced, or complete. Where gradients are reduced by groups, a
-block's become this rank's share as soon as the block is done. What an engine gathers, reduces and copies at an event is
-said by the engine (`planning/engines`).
+block's become this rank's share as soon as the block is done. What is gathered, reduced and copied at an event
+is decided by the engine (`planning/engines`).
 """
 
 from shardwise.trainer.planning import engines

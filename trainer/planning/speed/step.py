@@ -22,8 +22,8 @@ The update, in bytes through memory and products:
 
 Clipping reads each gradient twice and writes it: 6 bytes. Under offload the CPU updates instead.
 
-What ranks gather and reduce in a micro batch and in a step is said by their engine (`planning/engines`). Some programs
-reduce with each micro batch under every engine: a value of `policy.reference_trainers`, or of the case.
+`Transfers` of an engine (`planning/engines`) are what ranks gather and reduce in a micro batch and in a step. Some
+programs reduce with each micro batch under every engine: a value of `policy.reference_trainers`, or of the case.
 
 Offload (DeepSpeed and FSDP alike): gradients of a shard to the host after each micro batch, the CPU's update (7
 accesses a parameter to weight, moments and gradient, and no faster than its cores in fp32), new 16-bit weights back;
