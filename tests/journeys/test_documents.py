@@ -280,8 +280,10 @@ def test_a_script_of_ones_own_is_launched_and_own_functions_are_called(place: Wo
     for block in blocks:
         if block.file is not None:
             run_block(place, block)
-    _launched, printed = (run_block(place, block) for block in blocks if block.file is None)
-    assert "step 10: loss" in printed
+    shutil.copy(ROOT / "examples" / "train_loop.py", place.folder)
+    _launched, printed, looped = (run_block(place, block) for block in blocks if block.file is None)
+    assert "step 10: loss" in printed and "step 10: loss" in looped
+    assert (place.folder / "runs" / "loop" / "export" / "model.safetensors").exists()
 
 
 @runs_a_document
