@@ -9,7 +9,6 @@ checkpoint, also after a change of engine or of the number of ranks.
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +33,7 @@ SMOOTHING = 0.1
 class SmoothedLoss(NamedTuple):
     """Label smoothing: a share of each target is spread over the vocabulary. Any sum of terms can stand here."""
 
-    figures: Sequence[str] = ("entropy",)  # further means over the targets of a step
+    figures: tuple[str, ...] = ("entropy",)  # further means over the targets of a step
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
         """The sum over this micro batch; the step divides by the targets of all ranks and micro batches."""

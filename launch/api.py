@@ -27,8 +27,8 @@ from shardwise.launch.show.recorded_run import read_recorded
 from shardwise.launch.show.report import render_report
 from shardwise.launch.terminal import Console
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
+from shardwise.trainer.planning.explain.recommend import Recommendation
 from shardwise.trainer.planning.page.html import fragment_html
-from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, InputProblemsError
 from shardwise.trainer.spec.plan import MemoryEstimate, Plan, SpeedEstimate

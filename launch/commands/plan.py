@@ -218,7 +218,7 @@ def _section(lines: Sequence[str]) -> list[str]:
 
 def _show_limits(options: PlanOptions, console: Console) -> ExitCode:
     """Prints the requested limits of every machine."""
-    from shardwise.trainer.planning.limits import (
+    from shardwise.trainer.planning.explain.limits import (
         Question,
         largest_batches,
         largest_models,

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from shardwise.launch.attempt.retries import earlier_history, is_alive
 from shardwise.launch.rundir.metrics import LEAST_SAVE_S, RecordedSteps, Step, read_steps
 from shardwise.launch.rundir.paths import no_run
-from shardwise.trainer.planning.recommend import Observed, Recommendation, recommendations
+from shardwise.trainer.planning.explain.recommend import Observed, Recommendation, recommendations
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.messages.submission import FILE_NAME, Submission

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from shardwise.launch.show.recorded_run import ENDINGS, RecordedRun, end_line, state_line
+from shardwise.trainer.planning.explain.recommend import Recommendation
 from shardwise.trainer.planning.memory import grouped
 from shardwise.trainer.planning.page.content import Page, Section, Sentence, Table, paragraph, table
-from shardwise.trainer.planning.recommend import Recommendation
 from shardwise.trainer.spec.plan import PROFILE_FOLDER, Candidate, Plan, ProfileFigures
 from shardwise.trainer.spec.report import (
     AttemptRecord,

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from planning_factory import data_of, plan_of
 from report_factory import make_report
 
-from shardwise.trainer.planning.recommend import (
+from shardwise.trainer.planning.explain.recommend import (
     LEAST_GAIN,
     MAX_RECOMMENDATIONS,
     Observed,

@@ -11,7 +11,7 @@ from warm_python import REAL_PYTHON
 from shardwise.launch.rundir.metrics import Step, read_steps
 from shardwise.launch.show.recorded_run import figures_of, last_of_each, observed, steady_steps
 from shardwise.launch.show.report import comparison_rows
-from shardwise.trainer.planning.recommend import Observed
+from shardwise.trainer.planning.explain.recommend import Observed
 from shardwise.trainer.spec.report import Figures
 
 

@@ -8,8 +8,8 @@ from planning_factory import CONFIGS, machine, plan_of
 from report_factory import make_report
 
 from shardwise.launch.doctor.checks import missing_for
+from shardwise.trainer.planning.explain.recommend import Observed, recommendations
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.recommend import Observed, recommendations
 from shardwise.trainer.planning.search.packages import missing_packages
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import predicted_figures

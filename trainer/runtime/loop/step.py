@@ -134,18 +134,20 @@ def run_step(
     scale = accelerator.num_processes * len(micro_batches) / num_terms
     loss_scale = None if scaler is None else scaler.loss_scale  # before it moves on, in DeepSpeed's last backward
 
-    def forward(index: int) -> Tensor:
+    def run_forward(index: int) -> Tensor:
         seed_dropout(seed, step, index * accelerator.num_processes + accelerator.process_index)
         with clock.measure("forward"):
             terms = objective(model, micro_batches[index], accelerator.device)
         sums.add(terms, num_tokens=micro_batches[index].num_tokens)
-        return (terms.loss if terms.added is None else terms.loss + terms.added) * scale
+        loss = (terms.loss if terms.added is None else terms.loss + terms.added) * scale
+        assert isinstance(loss, Tensor)
+        return loss
 
-    def backward(loss: Tensor) -> None:
+    def run_backward(loss: Tensor) -> None:
         with clock.measure("backward"):
             accelerator.backward(loss if scaler is None else scaler.scale(loss))
 
-    work = StepWork(len(micro_batches), forward, backward, decision.accepts)
+    work = StepWork(len(micro_batches), run_forward, run_backward, decision.accepts)
     running_engine(model).accumulate(accelerator, model, work)
     with clock.measure("optimizer"):
         has_overflown = _update(accelerator, model, optimizer, decision, clip=clip, scaler=scaler)
