@@ -198,6 +198,16 @@ def test_the_python_api_re_exports_and_loads_nothing_heavy():
     assert answer.stdout.strip() == "[]"
 
 
+def test_the_page_on_architecture_has_the_directions_that_import_linter_holds():
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for contract in contracts:
+        for package in contract.get("containers", ()):
+            name = package.removeprefix("shardwise.").replace(".", "/")
+            order = "; ".join(layer.replace(" | ", ", ") for layer in contract["layers"])
+            assert f"| `{name}` | {order} |" in page
+
+
 def test_no_folder_of_code_has_more_than_twenty_entries():
     listed = subprocess.run(
         ["git", "ls-files", "launch", "slurm", "trainer"], cwd=REPOSITORY, capture_output=True, text=True, check=True
