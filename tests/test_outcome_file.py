@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from outcome_file import fault_rows, promised
-from zoo_outcome import Found, differences
 
 REPOSITORY = Path(__file__).parents[1]
 TESTS = """
@@ -68,13 +67,3 @@ def test_every_promise_has_a_test_and_the_number_of_cases_of_a_committed_outcome
     assert len(rows) == len(re.findall(r"^\| .*`tests/", page, re.MULTILINE)) > 50
     assert [(promise, stated) for promise, stated, _ in rows] == [(promise, tried) for promise, _, tried in rows]
     assert not [promise for promise, stated, _ in rows if stated == 0]
-
-
-def test_a_type_that_no_longer_trains_or_is_no_longer_equal_in_a_way_is_lost():
-    old = {"bert": Found("not trained: its loss"), "llama": Found("packed", ("FSDP2",)), "lfm2": Found("packed")}
-    new = {"lfm2": Found("not packed: its state"), "llama": Found("packed"), "new": Found("not trained: its head")}
-    assert [(is_lost, line.partition(": ")[0]) for is_lost, line in differences(old, new)] == [
-        (False, "missing or failed"), (False, "changed"), (True, "changed"), (False, "new")
-    ]  # fmt: skip
-    assert [is_lost for is_lost, _ in differences(old, {"bert": old["bert"]})] == [True, True]
-    assert [is_lost for is_lost, _ in differences(new, {**new, "lfm2": Found("not trained: its head")})] == [True]

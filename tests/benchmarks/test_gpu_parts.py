@@ -7,34 +7,20 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
 
-import msgspec
 import pytest
 import yaml
 from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
-from on_gpu import engines, fp8, headline, peers, predicted, small_cards
+from on_gpu import engines, fp8, headline, peer_files, peers, predicted, small_cards
 from on_gpu.bench import job_of
 from on_gpu.case import Case, CaseResult, Outcome, RowKind, result_of, row_of
-from on_gpu.models import model_config, model_folder
+from on_gpu.models import model_config
 from on_gpu.peaks import ROWS_NAME, plan_stated
-from on_gpu.peer_files import (
-    PeerJob,
-    accelerate_script,
-    axolotl_config,
-    best_axolotl_config,
-    best_trl_script,
-    best_unsloth_script,
-    pinned_job,
-    trl_script,
-    unsloth_script,
-)
 from planning_factory import machine
 
 from shardwise.trainer.spec.hardware import Hardware
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Figures, MemoryFigures, SpeedFigures
-from shardwise.trainer.spec.strategy import Fp8Recipe
 from shardwise.trainer.spec.units import GIB
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -105,16 +91,6 @@ def test_the_cases_of_8b_fit_an_h200_and_128_gib_of_ram(case: Case, tmp_path: Pa
         assert tokens == 262_144 and case.num_steps * chosen.speed.step_s < headline.FULL_S / 2
 
 
-def test_the_first_twenty_predictions_stand_for_all():
-    few, every = predicted.CASES[:20], predicted.CASES
-    assert len(every) >= 60 and {case.model for case in few} == {case.model for case in every}
-    for key in ("train.method", "pin.precision", "pin.loss", "pin.offload"):
-        assert {case.settings[key] for case in few} == {case.settings[key] for case in every}
-
-
-# Verdicts.
-
-
 def result(**facts) -> CaseResult:
     return CaseResult(**{"name": "a", "outcome": Outcome.RAN, "losses": (3.0, 2.0)} | facts)
 
@@ -160,12 +136,6 @@ def test_a_cap_is_right_if_the_prediction_runs_and_less_dies(share: float, outco
     assert predicted.caps_summary({"a": row}) == f"{int(is_right)} of 1 caps as predicted"
 
 
-def test_a_run_that_took_more_of_the_card_than_its_cap_is_not_called_within_it():
-    rows = {str(device): row_of(result(usable_bytes=10, measured=figures(device))) for device in (9, 11)}
-    rows = {name: row | small_cards.judge(row) for name, row in rows.items()}
-    assert small_cards.summary(rows) == "1 of 2 jobs ran within their cap"
-
-
 def test_errors_are_of_what_ran_and_tables_have_every_case():
     rows = {
         name: row_of(result(name=f"m {name} x", predicted=figures(110), measured=figures(100), peak_event="step"))
@@ -175,36 +145,30 @@ def test_errors_are_of_what_ran_and_tables_have_every_case():
     rows["broken"] = {"outcome": "failed", "error": "OSError: x"}
     assert "2 of 4 ran, peak off by 10.0% (median)" in predicted.summary(rows)
     assert "| peak | all | 2 | 10.0% |" in predicted.table(rows)
+    capped = {str(device): row_of(result(usable_bytes=10, measured=figures(device))) for device in (9, 11)}
+    capped = {name: row | small_cards.judge(row) for name, row in capped.items()}
+    assert small_cards.summary(capped) == "1 of 2 jobs ran within their cap"
+    ratios = {
+        name: row_of(result(measured=figures(1, rate))) for name, rate in (("bf16-mixed", 100.0), ("fp8 x", 130.0))
+    }
+    ratios[f"{fp8.GAIN} x"] = {"outcome": "ran", "speedup": 1.5}
+    assert fp8.summary(ratios) == "fp8 x: 1.30 x bf16-mixed" and "| 1.30x | 1.50x |" in fp8.table(ratios)
     failed = {"broken": rows["broken"] | {"contest": "c", "trainer": "t"}}
     assert all("OSError: x" in part.table(failed) for part in (engines, peers, fp8, small_cards))
 
 
-def test_fp8_is_a_ratio_to_bf16_mixed_and_its_blocks_stand_beside_it():
-    rows = {"bf16-mixed": row_of(result(measured=figures(1, 100.0)))}
-    rows["fp8 current"] = row_of(result(measured=figures(1, 130.0)))
-    rows[f"{fp8.GAIN} current"] = {"outcome": "ran", "speedup": 1.5}
-    assert fp8.summary(rows) == "fp8 current: 1.30 x bf16-mixed"
-    assert "| 1.30x | 1.50x |" in fp8.table(rows)
-
-
-def test_fp8_of_8b_runs_beside_bf16_with_the_same_settings_both_compiled():
-    base = fp8.case_of(fp8.BASE)
-    tensorwise, current = (fp8.case_of("fp8", each) for each in (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.CURRENT))
-    assert base.model == tensorwise.model == "llama-3.1-8b" and base.settings["pin.compile"] == "true"
-    added = {"pin.precision": "fp8", "pin.fp8_recipe": "torchao_tensorwise"}
-    assert tensorwise.settings == base.settings | added and current.settings["pin.compile"] == "false"
-    assert (tensorwise.seq_len, tensorwise.micro_batch, tensorwise.num_steps) == (base.seq_len, base.micro_batch, 10)
-
-
-# Other trainers.
-
-
-def peer_job(number: int, folder: Path, *, is_cuda: bool = True) -> PeerJob:
+def peer_job(number: int, folder: Path, *, is_cuda: bool = True) -> peer_files.PeerJob:
     contest, rows = peers.CONTESTS[number], folder / "rows.jsonl"
-    return PeerJob(contest, contest.seq_len, folder / "model", rows, rows, folder, is_cuda=is_cuda)
+    return peer_files.PeerJob(contest, contest.seq_len, folder / "model", rows, rows, folder, is_cuda=is_cuda)
 
 
-SCRIPTS = (trl_script, best_trl_script, unsloth_script, best_unsloth_script, accelerate_script)
+SCRIPTS = (
+    peer_files.trl_script,
+    peer_files.best_trl_script,
+    peer_files.unsloth_script,
+    peer_files.best_unsloth_script,
+    peer_files.accelerate_script,
+)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -217,165 +181,10 @@ def test_a_script_is_python_that_uses_what_it_imports(write, number: int, tmp_pa
     assert names <= used
     if not is_unsloth:
         assert ("LoraConfig" in used) is (method != "full") and ("BitsAndBytesConfig" in used) is (method == "qlora")
-    settings = yaml.safe_load(pinned_job(peer_job(0, tmp_path)))
+    settings = yaml.safe_load(peer_files.pinned_job(peer_job(0, tmp_path)))
     pins = settings["pin"]
     assert (settings["train"]["method"], pins["micro_batch"], pins["compile"]) == ("lora", 4, False)
     assert pins["loss"] == "chunked"
-
-
-# The parameters of Unsloth's FastLanguageModel (unsloth 2026.10.9, models/loader.py and models/llama.py).
-UNSLOTH_CALLS = {
-    "from_pretrained": {
-        "model_name", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit", "load_in_16bit", "full_finetuning",
-        "token", "device_map", "use_gradient_checkpointing", "random_state", "float32_mixed_precision",
-    },
-    "get_peft_model": {
-        "r", "target_modules", "lora_alpha", "lora_dropout", "bias", "use_gradient_checkpointing", "random_state",
-        "max_seq_length", "use_rslora", "init_lora_weights",
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_unsloth_is_called_with_its_own_parameters_and_imported_before_the_libraries_it_changes(
-    number: int, tmp_path: Path
-):
-    job = peer_job(number, tmp_path)
-    equal, best = (ast.parse(write(job)) for write in (unsloth_script, best_unsloth_script))
-    first = next(node for node in equal.body if isinstance(node, ast.Import | ast.ImportFrom))
-    assert isinstance(first, ast.ImportFrom) and first.module == "unsloth"
-    given = {}
-    for tree, is_recomputed in ((equal, True), (best, False)):
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            if isinstance(call.func, ast.Attribute) and call.func.attr in UNSLOTH_CALLS:
-                arguments = {str(each.arg): ast.unparse(each.value) for each in call.keywords}
-                assert set(arguments) <= UNSLOTH_CALLS[call.func.attr]
-                assert arguments["use_gradient_checkpointing"] == str(is_recomputed)
-                given[call.func.attr] = arguments
-    method = job.contest.method
-    loaded = given["from_pretrained"]
-    kinds = ("load_in_4bit", "load_in_16bit", "full_finetuning")
-    assert [loaded[kind] == "True" for kind in kinds] == [method == each for each in ("qlora", "lora", "full")]
-    assert ("get_peft_model" in given) is (method != "full")
-
-
-class AxolotlDataset(msgspec.Struct, forbid_unknown_fields=True):
-    """A data set of Axolotl's configuration; without a type its rows are tokens."""
-
-    path: str
-    ds_type: Literal["json", "csv", "parquet", "text", "arrow"]
-    type: None
-
-
-class AxolotlConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """The keys and types of Axolotl's configuration that matter here (axolotl 0.19.0, utils/schemas/)."""
-
-    base_model: str
-    datasets: list[AxolotlDataset]
-    dataset_prepared_path: str
-    output_dir: str
-    optimizer: Literal["adamw_torch_fused"]
-    lr_scheduler: Literal["constant"]
-    attn_implementation: Literal["sdpa"]
-    save_strategy: Literal["no"]
-    learning_rate: float
-    adam_beta2: float
-    weight_decay: float
-    max_grad_norm: float
-    val_set_size: float
-    sequence_len: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    max_steps: int
-    num_epochs: float
-    warmup_steps: int
-    seed: int
-    logging_steps: int
-    bf16: bool  # or auto
-    tf32: bool
-    gradient_checkpointing: bool
-    shuffle_merged_datasets: bool
-    curriculum_sampling: bool
-    sample_packing: bool
-    pad_to_sequence_len: bool
-    gradient_checkpointing_kwargs: dict[str, bool] = {}
-    adapter: Literal["lora", "qlora"] | None = None
-    load_in_4bit: bool = False
-    lora_r: int = 0
-    lora_alpha: int = 0
-    lora_dropout: float = 0.0
-    lora_target_modules: list[str] = []
-    lora_mlp_kernel: bool | None = None  # None: wherever they can be
-    lora_qkv_kernel: bool | None = None
-    lora_o_kernel: bool | None = None
-    chunked_cross_entropy: bool = False
-    plugins: list[Literal["axolotl.integrations.liger.LigerPlugin"]] = []
-    liger_rope: bool = False  # these are of the plugin
-    liger_rms_norm: bool = False
-    liger_glu_activation: bool = False
-    liger_fused_linear_cross_entropy: bool = False
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_axolotls_configuration_has_its_keys_and_types_with_the_settings_of_the_contest(number: int, tmp_path: Path):
-    job = peer_job(number, tmp_path)
-    equal, best = (
-        msgspec.convert(yaml.safe_load(write(job)), AxolotlConfig) for write in (axolotl_config, best_axolotl_config)
-    )
-    contest = job.contest
-    assert (equal.micro_batch_size, equal.max_steps, equal.learning_rate) == (
-        contest.micro_batch, contest.num_steps, contest.lr,
-    )  # fmt: skip
-    assert (equal.adapter or "full", equal.load_in_4bit) == (contest.method, contest.method == "qlora")
-    assert equal.curriculum_sampling and not equal.shuffle_merged_datasets and not equal.sample_packing
-    assert equal.gradient_checkpointing and equal.chunked_cross_entropy and not equal.plugins
-    assert best.liger_fused_linear_cross_entropy and not best.chunked_cross_entropy  # Axolotl refuses both
-    assert not best.gradient_checkpointing and best.plugins
-    kernels = [(each.lora_mlp_kernel, each.lora_qkv_kernel, each.lora_o_kernel) for each in (equal, best)]
-    assert kernels == ([(False,) * 3, (True,) * 3] if job.has_adapters else [(None,) * 3] * 2)
-
-
-# Stands for Axolotl: announces its steps to the callbacks of transformers' Trainer, as its own trainer does.
-AXOLOTL = """
-import sys
-from types import SimpleNamespace
-
-import transformers.trainer
-import yaml
-
-with open(sys.argv[1]) as file:
-    config = yaml.safe_load(file)
-callbacks = [kind() for kind in transformers.trainer.DEFAULT_CALLBACKS]
-for step in range(1, config["max_steps"] + 1):
-    state = SimpleNamespace(global_step=step)
-    callbacks[-1].on_step_end(None, state, None)
-    callbacks[-1].on_log(None, state, None, logs={"loss": 5.0 - step / 10})
-"""
-
-
-def test_a_trainer_with_a_folder_of_packages_runs_there_and_one_without_is_refused_by_name(tmp_path: Path):
-    own = tmp_path / "peers" / "axolotl"
-    (own / "axolotl" / "cli").mkdir(parents=True)
-    (own / "axolotl" / "cli" / "train.py").write_text(AXOLOTL)
-    (own / "axolotl-0.19.0.dist-info").mkdir()
-    (own / "axolotl-0.19.0.dist-info" / "METADATA").write_text("Name: axolotl\nVersion: 0.19.0\n")
-    wanted = "8B, LoRA: (Axolotl|Unsloth)$"
-    output, parts = rehearse(tmp_path / "out", wanted, peers=tmp_path / "peers")
-    theirs, refused = (parts["peers"][f"8B, LoRA: {name}"] for name in ("Axolotl", "Unsloth"))
-    assert theirs["outcome"] == "ran" and theirs["losses"]["10"] == 4.0 and theirs["versions"]["axolotl"] == "0.19.0"
-    assert refused["outcome"] == "refused"
-    assert "8B, LoRA: Unsloth: refused: unsloth is not installed here" in output
-
-
-def test_no_trainer_of_a_contest_saves_anything(tmp_path: Path):
-    for trainer in peers.TRAINERS:
-        text = trainer.write(peer_job(1, tmp_path))
-        command = peers.argv_of(trainer, tmp_path / trainer.file, num_steps=10)
-        if trainer.package is None:
-            assert [word for word in command if word in ("train", "profile", "--time")] == ["profile", "--time"]
-        else:
-            assert "save_pretrained" not in text
-            assert "SFTConfig" not in text or "save_strategy='no'" in text
 
 
 def test_figures_of_a_trainer_leave_the_slow_first_steps_out():
@@ -388,19 +197,6 @@ def test_figures_of_a_trainer_leave_the_slow_first_steps_out():
     }
     assert peers.summary(rows) == "8B: 1.25 x TRL SFTTrainer"
     assert "| 0.80x |" in peers.table(rows) and "| 1.5000 |" in peers.table(rows)
-
-
-# Models, and all of it together.
-
-
-def test_random_weights_load_as_any_model_does(tmp_path: Path):
-    from transformers import AutoModelForCausalLM
-
-    folder = model_folder("qwen2.5-0.5b", tmp_path, is_tiny=True)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    model, loading = loaded
-    assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    assert 0.018 < model.model.embed_tokens.weight.float().std().item() < 0.022
 
 
 def rehearse(

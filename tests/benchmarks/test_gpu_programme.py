@@ -8,11 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu
 import pytest
-from on_gpu import bench as bench_module
 from on_gpu.case import Outcome, Row
-from on_gpu.programme import END_S, Progress, Step, StepLog, calls_of, matching, run_steps
+from on_gpu.programme import Progress, Step, StepLog, calls_of, matching, run_steps
 
 from shardwise.launch.attempt.supervisor import StopKind, StopRequest
 from shardwise.launch.terminal import Console
@@ -75,27 +73,20 @@ def fails() -> Row:
     raise OSError(f"{WORK}/rows is not there")
 
 
-def test_the_next_call_goes_on_with_the_steps_that_are_left(runs: Runs, tmp_path: Path):
+def test_the_next_call_goes_on_with_the_steps_that_are_left_and_other_versions_begin_anew(runs: Runs, tmp_path: Path):
     assert go([runs.step("a")], tmp_path)[0] == Progress(1, 0)
     assert go([runs.step("a"), runs.step("b")], tmp_path)[0] == Progress(1, 0)
     assert runs.names == ["a", "b"]
-
-
-def test_a_step_is_repeated_with_other_versions_and_a_cut_off_line_is_no_step(runs: Runs, tmp_path: Path):
-    go([runs.step("a")], tmp_path)
     path = tmp_path / "steps.jsonl"
     path.write_text(path.read_text() + '{"part": "part", "ver')
-    assert set(StepLog(path, versions=VERSIONS).rows("part")) == {"a"}
+    assert set(StepLog(path, versions=VERSIONS).rows("part")) == {"a", "b"}
     assert StepLog(path, versions=VERSIONS | {"torch": "3"}).rows("part") == {}
 
 
-def test_no_step_begins_that_would_end_after_the_minutes_but_a_shorter_one_does(runs: Runs, tmp_path: Path):
+def test_a_shorter_step_begins_in_place_of_one_that_would_end_after_the_minutes(runs: Runs, tmp_path: Path):
     steps = [runs.step("long", expected_s=60.0), runs.step("short")]
     assert go(steps, tmp_path, seconds=50.0)[0] == Progress(1, 1)
     assert runs.names == ["short"]
-
-
-def test_a_list_of_calls_has_each_step_once_in_order_with_shorter_ones_in_the_room_that_is_left(runs: Runs):
     steps = [runs.step(name, expected_s=seconds) for name, seconds in (("a", 50), ("b", 60), ("c", 30), ("d", 200))]
     calls = calls_of(steps, seconds=[100.0, 100.0])
     assert [[step.name for step in call] for call in calls] == [["a", "c"], ["b"]]
@@ -162,19 +153,3 @@ def test_steps_are_selected_by_part_and_name(runs: Runs):
     assert [(step.part, step.name) for step in matching(steps, "", first=1)] == [("part", "a"), ("other", "a")]
     mixed = [runs.step("a"), runs.step("b", part="other"), runs.step("c")]
     assert matching(mixed, "") == mixed, "a part may go on after another one"
-
-
-def test_the_programme_begins_with_what_is_worth_most_and_every_call_is_full(tmp_path: Path):
-    bench = bench_module.Bench(
-        tmp_path, is_tiny=False, console=Console(io.StringIO()), stop=StopRequest(), is_listed=True
-    )
-    steps = gpu.programme(bench)
-    parts = list(dict.fromkeys(step.part for step in steps))
-    assert parts == ["8B on one card", "fp8", "peers", "predicted", "caps", "small cards", "engines"]
-    assert steps[0].name == "all parameters, the planner's choice" and steps[1].part == "fp8"
-    contests = [step.name.partition(": ")[0] for step in steps if step.part == "peers"]
-    assert contests[0] == contests[8] == "8B, LoRA" and "8B, LoRA" not in contests[9:]
-    assert len({(step.part, step.name) for step in steps}) == len(steps)
-    shortest = min(step.expected_s for step in steps)
-    for call in calls_of(steps, seconds=[600.0] * 3):
-        assert 600 - END_S - shortest < sum(step.expected_s for step in call) <= 600 - END_S

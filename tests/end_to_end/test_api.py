@@ -9,6 +9,8 @@ from typed_command import in_empty_home
 import shardwise
 from shardwise.launch.commands.ui.chats import Chats
 
+JOB = {"model": {"config": "model", "tokenizer": "train"}, "data": {"train": "text"}, "train": {"seq_len": 32}}
+
 
 @pytest.fixture(autouse=True)
 def in_workplace(workplace, monkeypatch):
@@ -30,22 +32,14 @@ def test_a_model_by_its_name_is_planned_as_on_the_command_line():
 
 
 def test_a_dict_is_a_job():
-    job = {
-        "model": {"config": "model", "tokenizer": "train"},
-        "data": {"train": "text"},
-        "train": {"steps": 3, "seq_len": 32},
-    }
-    plan = shardwise.plan(job, "train.lr=1e-4", hardware="RTX 4090")
+    plan = shardwise.plan(JOB, "train.steps=3", "train.lr=1e-4", hardware="RTX 4090")
     assert (plan.schedule.num_steps, plan.schedule.lr) == (3, 1e-4)
     with pytest.raises(shardwise.ShardwiseError, match="stepz"):
-        shardwise.plan({**job, "train": {"stepz": 3}})
+        shardwise.plan({**JOB, "train": {"stepz": 3}})
 
 
 def test_a_notebook_shows_the_page_of_a_plan_with_text_that_is_escaped():
-    plan = shardwise.plan(
-        {"model": {"config": "model", "tokenizer": "train"}, "data": {"train": "text"}}, "train.seq_len=32"
-    )
-    shown = msgspec.structs.replace(plan, warnings=("<script>alert(1)</script> & more",))._repr_html_()
+    shown = msgspec.structs.replace(shardwise.plan(JOB), warnings=("<script>alert(1)</script> & more",))._repr_html_()
     assert shown.startswith('<div class="shardwise">') and shown.endswith("</div>")
     assert "fits" in shown and "<svg" in shown and "&lt;script&gt;" in shown and "<script>" not in shown
 
@@ -53,8 +47,7 @@ def test_a_notebook_shows_the_page_of_a_plan_with_text_that_is_escaped():
 def test_training_returns_a_run_that_is_reported_exported_and_answers(capsys):
     described = shardwise.data("job.yaml")
     assert described.num_rows > 0 and "the first example" in str(described)
-    job = {"model": {"config": "model", "tokenizer": "train"}, "data": {"train": "text"}, "train": {"seq_len": 32}}
-    run = shardwise.train(job, "train.steps=2", run_dir="runs/api")
+    run = shardwise.train(JOB, "train.steps=2", run_dir="runs/api")
     assert isinstance(run, shardwise.Report) and run.step == 2 and run.export == "export"
     printed = capsys.readouterr().out
     assert "step 2 of 2" in printed and "\x1b" not in printed and "\r" not in printed
@@ -69,26 +62,22 @@ def test_training_returns_a_run_that_is_reported_exported_and_answers(capsys):
     for question in ("the cat", "and\nthe mat"):
         chats.begin("api", Path("runs", "api"), question).join()
     talk = chats.talk("api")
-    assert [turn.question for turn in talk.turns] == [
-        "the cat",
-        "and\nthe mat",
-    ] and "without a chat template" in talk.note
+    assert [turn.question for turn in talk.turns] == ["the cat", "and\nthe mat"]
+    assert "without a chat template" in talk.note
     assert talk.problem == talk.waiting == ""
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: shardwise.plan("absent.yaml"), "absent.yaml"),
-        (lambda: shardwise.plan(), "model="),
+        (lambda: shardwise.plan("absent.yaml"), "absent.yaml"), (lambda: shardwise.plan(), "model="),
         (lambda: shardwise.plan(model="tiny-llama", method="lorra"), '^method: train.method is "lorra"'),
         (lambda: shardwise.data(model="tiny-llama", data="text", seq_len=-1), "^seq_len: train.seq_len is -1"),
         (lambda: shardwise.plan("job.yaml", "train.lr=x"), '^train.lr is "x"'),
         (lambda: shardwise.plan("job.yaml", model="Qwen/Qwen2.5-0.5B"), "model="),
-        (lambda: shardwise.report("text"), "text"),
-        (lambda: shardwise.chat("text", "the cat"), "plan.json"),
+        (lambda: shardwise.report("text"), "text"), (lambda: shardwise.chat("text", "the cat"), "plan.json"),
     ],
-)
+)  # fmt: skip
 def test_problems_are_shardwise_errors(call, words):
     with pytest.raises(shardwise.ShardwiseError, match=words):
         call()

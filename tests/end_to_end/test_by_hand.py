@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,12 @@ TWO = ("--hardware", "2xCPU", "pin.sharding=ddp")
 RANKS = [(), pytest.param(TWO, marks=[pytest.mark.long, pytest.mark.kills])]
 
 
-def command_of(attempt: Path) -> list[str | Path]:
-    launcher = Path(sys.executable).with_name("accelerate")
-    return [launcher, "launch", "--config_file", attempt / "accelerate.yaml",
-            "-m", "shardwise.trainer", attempt / "plan.json"]  # fmt: skip
-
-
 def start(place: Workplace, run: Path, number: int) -> "subprocess.Popen[bytes]":
     """The launcher of a prepared attempt, once a step of it is done; its output goes to FOLDER/hand.log."""
     steps = 0 if number == 1 else max(read_metrics(run))
     with (place.folder / "hand.log").open("ab") as output:
         process = subprocess.Popen(
-            command_of(run / "attempts" / str(number)), cwd=place.folder, env=place.environment,
+            place.by_hand(run / "attempts" / str(number)), cwd=place.folder, env=place.environment,
             stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
     wait_for(lambda: (run / "metrics.jsonl").exists() and max(read_metrics(run), default=0) > steps, "a step", process)
@@ -84,10 +77,7 @@ def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: 
 
     process = start(place, run, 1)
     assert ": running" in status(place, run)
-    again = subprocess.run(
-        command_of(run / "attempts" / "1"), cwd=place.folder, env=place.environment, capture_output=True, text=True,
-        timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    again = place.execute(*place.by_hand(run / "attempts" / "1"))
     assert again.returncode != 0 and "runs already: its rank " in again.stderr
     resumed = place.run("train", "job.yaml", *words, "--run-dir", run, "--resume", check=False)
     assert resumed.returncode == 4 and "is in use by process" in resumed.stderr
@@ -116,9 +106,8 @@ def test_a_run_by_hand_is_seen_cancelled_resumed_stopped_and_reported(tmp_path: 
     assert steps == sorted(set(steps)), "one trainer at a time"
     printed = place.folder / "hand.log"
     wait_for(lambda: f"checkpoints/step-{second.step:08d}" in printed.read_text(), "the end of the report")
-    assert (
-        f"stopped by request at step {second.step} of 40000" in printed.read_text() and "lr 0.0" in printed.read_text()
-    )
+    assert f"stopped by request at step {second.step} of 40000" in printed.read_text()
+    assert "lr 0.0" in printed.read_text()
     assert f"stopped by request at step {second.step} of 40000" in place.run("report", run).stdout
     logs = [LoggedRun(log) for log in sorted((run / "wandb").glob("offline-run-*/*.wandb"))]
     assert len({log.identity for log in logs}) == 1

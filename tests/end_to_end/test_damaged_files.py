@@ -29,13 +29,9 @@ from shardwise.launch import cli
 
 CAPTURED = Path(__file__).parents[1] / "captured" / "run_of_0_7"
 READING = (
-    ("status", "{run}"),
-    ("status", "{run}", "--json"),
-    ("report", "{run}"),
-    ("report", "{run}", "--html", "{out}"),
-    ("watch", "{run}", "--once"),
-    ("logs", "{run}"),
-)
+    ("status", "{run}"), ("status", "{run}", "--json"), ("report", "{run}"), ("report", "{run}", "--html", "{out}"),
+    ("watch", "{run}", "--once"), ("logs", "{run}"),
+)  # fmt: skip
 RESUMING = (("train", "job.yaml", "--resume", "--run-dir", "{run}", "--dry-run"),)
 EXPORTING = (("export", "{run}", "{out}", "--no-check"),)
 HANG_S = 300  # for a command that takes a second where no other work keeps the cores busy

@@ -144,8 +144,7 @@ def test_a_config_with_fewer_rows_than_its_tokenizer_has_tokens_is_taken(theirs,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("nowhere", "out"), "nowhere:"),
-        (("their checkpoint/pytorch_model.bin", "out"), "pytorch_model.bin"),
+        (("nowhere", "out"), "nowhere:"), (("their checkpoint/pytorch_model.bin", "out"), "pytorch_model.bin"),
         (("their checkpoint", "base"), "base:"),
         (("their checkpoint", "out", "--config", "nothing"), "--config: nothing"),
         (("their checkpoint", "out", "--base", "model"), "model.safetensors"),
@@ -153,7 +152,7 @@ def test_a_config_with_fewer_rows_than_its_tokenizer_has_tokens_is_taken(theirs,
         (("their checkpoint", "out", "--kind", "keras"), "keras"),
         (("their checkpoint", "out", "--dtype", "int8"), "int8"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_imported_is_error_2_in_at_most_three_lines(
     words, message, checkpoint, workplace, monkeypatch, capsys
 ):

@@ -2,15 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from custom_model import MARKER, write_custom_model
-from hub_server import COMMIT, Hub, serving
-from workplace_factory import Workplace
 
-from shardwise.trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Ending, Report
@@ -18,23 +13,10 @@ from shardwise.trainer.spec.report import Ending, Report
 RUNS = {"configuration_tiny.py", "modeling_tiny.py", "tiny_layers.py"}
 
 
-def write_job(workplace: Workplace, **model: str) -> None:
-    workplace.write_job(train={"steps": 2}, data={"eval": "none"})
-    job: dict[str, Any] = yaml.safe_load(workplace.job.read_text())
-    workplace.job.write_text(yaml.safe_dump({**job, "model": model}))
-
-
-def planned_code(run_dir: Path) -> Plan:
-    plan = codec.read(run_dir / "plan.json", Plan)
-    assert plan.model_code is not None and Path(plan.model_code.folder).is_relative_to(run_dir)
-    assert {path.name for path in Path(plan.model_code.folder).iterdir()} == RUNS
-    return plan
-
-
 def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it_and_its_export_has_the_code(workplace):
     write_custom_model(workplace.folder / "tiny", has_weights=False)
     workplace.environment[MARKER] = str(workplace.folder / "marker")
-    write_job(workplace, config="tiny", tokenizer="train")
+    workplace.write_job(model={"config": "tiny"}, train={"steps": 2}, data={"eval": "none"})
     refused = workplace.run("train", "job.yaml", check=False)
     assert refused.returncode == 2
     assert "model.trust_remote_code=tiny" in refused.stderr.strip().splitlines()[-1]  # after a line of progress
@@ -43,8 +25,10 @@ def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it_and_its_expo
     said = workplace.run("train", "job.yaml", "model.trust_remote_code=tiny").stdout
     assert all(name in said for name in RUNS)
     run_dir = workplace.only_run()
-    plan = planned_code(run_dir)
-    assert plan.model_code is not None and plan.model_code.description in plan.all_warnings
+    plan = codec.read(run_dir / "plan.json", Plan)
+    assert plan.model_code is not None and Path(plan.model_code.folder).is_relative_to(run_dir)
+    assert {path.name for path in Path(plan.model_code.folder).iterdir()} == RUNS
+    assert plan.model_code.description in plan.all_warnings
     report = codec.read(run_dir / "report.json", Report)
     assert report.ending is Ending.FINISHED
     assert report.verified is not None and report.verified.engine_class == "TinyForCausalLM"
@@ -57,22 +41,3 @@ def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it_and_its_expo
     auto_map = json.loads((workplace.folder / "out" / "config.json").read_text())["auto_map"]
     assert auto_map["AutoModelForCausalLM"] == "modeling_tiny.TinyForCausalLM"
     assert {path.name for path in (workplace.folder / "out").glob("*.py")} == RUNS
-
-
-@pytest.mark.long
-@pytest.mark.products
-def test_a_model_of_the_hub_is_planned_with_the_code_of_its_commit(workplace: Workplace) -> None:
-    folder = workplace.folder / "tiny"
-    write_trained_tokenizer(train_tokenizer(["the cat sat on the mat"], vocab_size=280), folder)
-    write_custom_model(folder)
-    for name in [name for name in workplace.environment if name.startswith("HF_")]:
-        del workplace.environment[name]
-    write_job(workplace, name="org/tiny", trust_remote_code="org/tiny")
-    with serving(Hub(files={"org/tiny": {path.name: path.read_bytes() for path in folder.iterdir()}})) as hub:
-        home = str(workplace.folder / "hf")
-        workplace.environment.update(HF_ENDPOINT=hub.url, HF_HOME=home, HF_HUB_DISABLE_XET="1")
-        workplace.run("train", "job.yaml", "--dry-run", "--run-dir", "run")
-    plan = planned_code(workplace.folder / "run")
-    assert plan.model_code is not None and plan.model_code.revision == COMMIT
-    assert any("org/tiny" in text and COMMIT in text for text in plan.all_warnings)
-    assert not (workplace.folder / "hf" / "modules").exists()

@@ -17,7 +17,7 @@ import yaml
 from export_factory import write_base
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from outcome_file import FINDING
-from workplace_factory import LIMIT_S, TINY_CONFIG, Workplace, make_workplace
+from workplace_factory import TINY_CONFIG, Workplace, make_workplace
 
 ROOT = Path(__file__).parents[2]
 DS_CONFIGS, FSDP_CONFIGS = sorted(ROOT.glob("ds_configs/*.json")), sorted(ROOT.glob("fsdp_configs/*.yaml"))
@@ -86,11 +86,8 @@ def place(tmp_path: Path) -> Workplace:
 def launch(
     place: Workplace, config: Path, script: str, *words: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["accelerate", "launch", "--config_file", str(config), script, *words],
-        cwd=place.folder, env=place.environment | variables, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    there = place._replace(environment=place.environment | variables)
+    return there.execute("accelerate", "launch", "--config_file", config, script, *words)
 
 
 def ends_of(answer: "subprocess.CompletedProcess[str]") -> list[list[str]]:

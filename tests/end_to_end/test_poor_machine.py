@@ -1,14 +1,13 @@
 """Machines that lack something: a run there ends as the documentation states, and can be continued on a sound one."""
 
 import os
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from kill_factory import Count, losses
 from outcome_file import FAULTS
-from workplace_factory import LIMIT_S, Workplace, make_workplace
+from workplace_factory import Workplace, make_workplace
 
 from shardwise.trainer.spec.errors import ExitCode
 
@@ -91,10 +90,7 @@ def test_a_machine_that_lacks_something_costs_nothing_that_was_saved(workplace, 
     place.write_job(**JOB)
     unshared = ["unshare", "--mount", "--propagation", "private"] if condition.needs_root else []
     command = [*unshared, "sh", "-c", f'{condition.shell}; exec "$@"', "sh", *place.command("train", "job.yaml")]
-    environment = {**place.environment, "CLOCK": CLOCK}
-    answer = subprocess.run(
-        command, cwd=place.folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    answer = place._replace(environment={**place.environment, "CLOCK": CLOCK}).execute(*command)
     text = answer.stdout + answer.stderr
     count.tracebacks = int("Traceback" in text)
     assert not count.tracebacks and answer.returncode in condition.ends, f"exit code {answer.returncode}\n{text}"

@@ -19,12 +19,9 @@ def on_step(step, metrics):
 def test_a_run_stops_ahead_of_its_hours_and_goes_on_when_they_are_raised(workplace: Workplace):
     """The first start tells how long loading takes here; the second has that, half of it again, and three seconds."""
     (workplace.folder / "slow.py").write_text(SLOW)
+    rarely = {"every": "1000 steps"}
     workplace.write_job(
-        train={"steps": 150},
-        checkpoint={"every": "1000 steps"},
-        eval={"every": "1000 steps"},
-        extensions="slow.py",
-        limits={"hours": "2 s"},
+        train={"steps": 150}, checkpoint=rarely, eval=rarely, extensions="slow.py", limits={"hours": "2 s"}
     )
     first = workplace.run("train", "job.yaml", check=False)
     run_dir = workplace.only_run()

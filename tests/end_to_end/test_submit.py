@@ -141,15 +141,13 @@ def test_a_limit_that_only_the_real_submission_meets_leaves_nothing(login: Workp
     [
         (("--partition", "nope"), "Slurm shows no such partition"),
         (("--partition", "h100", "--nodes", "9"), "gives a job 4"),
-        (("--partition", "h100", "--time", "3-0"), "2-00:00:00 at most"),
-        (("--partition", "gpu"), "gpu:8"),
+        (("--partition", "h100", "--time", "3-0"), "2-00:00:00 at most"), (("--partition", "gpu"), "gpu:8"),
         (("--sweep", "train.lr=1,2", "--chain", "2"), "exclude each other"),
-        (("--qos", "a\nb"), "can hold no such character"),
-        (("slurm.container=/nowhere/image.sif",), "is no file here"),
+        (("--qos", "a\nb"), "can hold no such character"), (("slurm.container=/nowhere/image.sif",), "is no file here"),
         (("slurm.container=org/image",), "no --container-image on this cluster"),
         (("log.notify=no-such-program",), "log.notify: there is no program"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_written(login: Workplace, words, says):
     assert says in refused(login, *words)
 

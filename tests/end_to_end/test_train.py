@@ -8,12 +8,11 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
-from pathlib import Path
 
 from export_factory import IDLE, write_idle_base
 from kill_factory import losses
 from small_terminal import SmallTerminal
-from workplace_factory import LIMIT_S, SENTENCES, TINY_CONFIG, Workplace, read_metrics, write_chats
+from workplace_factory import SENTENCES, TINY_CONFIG, Workplace, read_metrics, write_chats
 
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.report import Ending, Report
@@ -102,13 +101,7 @@ def test_by_hand_the_same_command_gives_the_same_losses_and_overwrites_nothing(t
     place, run_dir, _ = trained
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     attempt = run_dir / "attempts" / "1"
-    launcher = Path(sys.executable).with_name("accelerate")
-    answer = subprocess.run(
-        [launcher, "launch", "--config_file", attempt / "accelerate.yaml",
-         "-m", "shardwise.trainer", attempt / "plan.json"],
-        cwd=place.folder, env=place.environment, capture_output=True, text=True, check=False, timeout=LIMIT_S,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
+    place.execute(*place.by_hand(attempt), check=True)
     (again,) = attempt.glob("again-*")
     assert losses(again) == losses(run_dir)
     assert {path: path.read_bytes() for path in before} == before
@@ -117,10 +110,7 @@ def test_by_hand_the_same_command_gives_the_same_losses_and_overwrites_nothing(t
 def test_a_run_whose_output_cannot_be_written_any_more_trains_to_its_end(workplace):
     """Its reader ends after the first line, and there is no room for errors."""
     command = 'set -o pipefail; "$0" -m shardwise.launch.cli train job.yaml --run-dir run 2>/dev/full | head -n 1'
-    ended = subprocess.run(
-        ["bash", "-c", command, sys.executable],
-        cwd=workplace.folder, env=workplace.environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    ended = workplace.execute("bash", "-c", command, sys.executable)
     assert (ended.returncode, ended.stdout.count("\n")) == (0, 1), ended.stdout
     report = codec.read(workplace.folder / "run" / "report.json", Report)
     assert report.ending is Ending.FINISHED and (workplace.folder / "run" / "export" / "config.json").is_file()

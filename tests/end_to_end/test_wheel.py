@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,12 +95,7 @@ def test_an_installed_shardwise_trains_beside_files_and_packages_of_the_names_of
     for name in ("trainer.py", "launch/__init__.py", "slurm.py", "torch.py"):
         (place.folder / name).write_text("raise SystemExit('the wrong module was imported')\n")
     small = ("train.steps=3", "train.seq_len=32", "train.tokens_per_step=256", "data.train=text")
-    answer = subprocess.run(
-        [installed, "train", "quickstart.yaml", *small],
-        cwd=place.folder, env=place.environment, capture_output=True, text=True, check=False, timeout=LIMIT_S,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "step 3 of 3" in answer.stdout
+    assert "step 3 of 3" in place.execute(installed, "train", "quickstart.yaml", *small, check=True).stdout
     program = (
         "import shardwise; print(shardwise.__file__)\n"
         "from importlib.metadata import files\n"
@@ -123,12 +119,7 @@ def test_without_torch_it_plans_and_training_ends_with_the_line_that_installs_it
     place = make_workplace(tmp_path / "elsewhere")
     shutil.copy(REPOSITORY / "examples" / "quickstart.yaml", place.folder / "quickstart.yaml")
 
-    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [python.with_name("shardwise"), *words], cwd=place.folder, env=place.environment,
-            input=CASE, capture_output=True, text=True,
-            check=False, timeout=LIMIT_S,
-        )  # fmt: skip
+    run = partial(place.execute, python.with_name("shardwise"), text=CASE)
 
     finished = REPOSITORY / "tests" / "captured" / "run_of_0_7" / "run"
     job = ("quickstart.yaml", "data.train=text")

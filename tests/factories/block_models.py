@@ -33,15 +33,12 @@ def build_installed(
     """A model of `NUM_BLOCKS` blocks, or of the `fields` of another model, with `config` over its fields."""
     if fields is TINY_LLAMA:
         fields = {**TINY_LLAMA, "num_hidden_layers": NUM_BLOCKS}
+    every_n = 2 if checkpointing is Checkpointing.EVERY_N else None
+    attention = Attention.SDPA if Attention.SDPA in read_model_shape(fields).attentions else Attention.EAGER
     plan = rank_plan(
-        Path("nowhere"),
-        checkpointing=checkpointing,
-        checkpoint_every_n=2 if checkpointing is Checkpointing.EVERY_N else None,
-        loss=LossHead.EAGER,
-        attention=Attention.SDPA if Attention.SDPA in read_model_shape(fields).attentions else Attention.EAGER,
-        model_config={**fields, **config},
-        **engine,
-    )
+        Path("nowhere"), checkpointing=checkpointing, checkpoint_every_n=every_n, loss=LossHead.EAGER,
+        attention=attention, model_config={**fields, **config}, **engine,
+    )  # fmt: skip
     return build_trainable(plan)
 
 

@@ -132,12 +132,9 @@ def covering(candidates: Sequence[Point]) -> list[Point]:
 
 
 def chosen(
-    candidates: Sequence[Point],
-    needs: Callable[[Point], Sequence[object]],
-    *,
-    begun: Sequence[Point] = (),
+    candidates: Sequence[Point], needs: Callable[[Point], Sequence[object]], *, begun: Sequence[Point] = (),
     tries: int = 60,
-) -> list[Point]:
+) -> list[Point]:  # fmt: skip
     """`begun`, and few of `candidates` that together meet every need that any of them meets, by a greedy choice."""
     random = Random(0)
     by_need: dict[object, list[Point]] = {}

@@ -20,11 +20,8 @@ _SIZES = {
 }  # fmt: skip
 _CLASSES = {"AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
 CONFIG: dict[str, Any] = {
-    "model_type": "tiny_custom",
-    "architectures": ["TinyForCausalLM"],
-    "auto_map": _CLASSES,
-    **_SIZES,
-}
+    "model_type": "tiny_custom", "architectures": ["TinyForCausalLM"], "auto_map": _CLASSES, **_SIZES,
+}  # fmt: skip
 _MARK = f"""import os
 if os.environ.get("{MARKER}"):
     with open(os.environ["{MARKER}"], "a") as stream:

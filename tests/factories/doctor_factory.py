@@ -26,10 +26,7 @@ class BrokenMachine:
         self.home = folder / "home"
         self.home.mkdir()
         self.write("proc/meminfo", MEMINFO)
-        self.environment = {
-            "PATH": f"{self.laid_out.programs}:/usr/bin:/bin",
-            "HOME": str(self.home),
-        }
+        self.environment = {"PATH": f"{self.laid_out.programs}:/usr/bin:/bin", "HOME": str(self.home)}
         self.folders = {OUTPUT: folder / "work", CACHE: folder / "cache", HUB_CACHE: folder / "hub"}
 
     def write(self, path: str, text: str) -> None:

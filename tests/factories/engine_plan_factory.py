@@ -45,32 +45,17 @@ def engine_plan(
     )  # fmt: skip
     chosen: Candidate = make_candidate(strategy=strategy, num_ranks=num_ranks, **candidate)
     return Plan(
-        name="tiny",
-        job=job or Job(),
+        name="tiny", job=job or Job(), device_kind=kind,
         hardware=hardware or Hardware(gpus=cards, host=host, num_nodes=num_nodes, num_cpu_devices=on_each),
-        model_shape=read_model_shape(TINY_LLAMA),
-        model_config=TINY_LLAMA,
-        model_path=None,
-        tokenizer_path=None,
+        model_shape=read_model_shape(TINY_LLAMA), model_config=TINY_LLAMA, model_path=None, tokenizer_path=None,
         data=DataProfile(
             source="prepared", num_rows=64, num_tokens=4096, longest_row=64, is_packed=True, fingerprint="",
             vocab_size=256,
         ),
-        device_kind=kind,
         schedule=Schedule(
-            num_steps=2,
-            sequences_per_step=chosen.micro_batch * chosen.accumulation * num_ranks,
-            tokens_per_step=1024,
-            warmup_steps=0,
-            lr=1e-3,
-            lr_source="test",
-            eval_every_steps=None,
-            checkpoint_every_steps=None,
+            num_steps=2, sequences_per_step=chosen.micro_batch * chosen.accumulation * num_ranks, tokens_per_step=1024,
+            warmup_steps=0, lr=1e-3, lr_source="test", eval_every_steps=None, checkpoint_every_steps=None,
         ),
-        candidates=(chosen,),
-        rejections=(),
-        methods=(),
-        fallbacks=(),
-        calibration=Calibration(),
+        candidates=(chosen,), rejections=(), methods=(), fallbacks=(), calibration=Calibration(),
         versions={"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "python": "3.11.2"},
     )  # fmt: skip

@@ -60,14 +60,10 @@ def run_of(
     plan = rank_plan(Path("rows"), method=method, precision=precision, train={"lora": lora})
     job = replace(plan.job, model=ModelJob(name=None if base is None else str(base)))
     written = json.loads((base / "config.json").read_text()) if base is not None else plan.model_config
-    return replace(
-        plan,
-        job=job,
-        model_path=None if base is None else str(base),
-        model_config={**config, "max_position_embeddings": SEQ_LEN} if config is TINY_LLAMA else dict(written),
-        model_shape=read_model_shape(config),
-        tokenizer_path=None if tokenizer is None else str(tokenizer),
-    )
+    fields = {**config, "max_position_embeddings": SEQ_LEN} if config is TINY_LLAMA else dict(written)
+    folders = {"model_path": base, "tokenizer_path": tokenizer}
+    paths = {name: None if folder is None else str(folder) for name, folder in folders.items()}
+    return replace(plan, job=job, model_config=fields, model_shape=read_model_shape(config), **paths)
 
 
 def save_run(run_dir: Path, plan: Plan, *, losses: Mapping[int, float] = {}, steps: tuple[int, ...] = (4,)) -> Path:

@@ -162,12 +162,7 @@ def halves(candidate: Candidate) -> tuple[Candidate, ...]:
 
 
 def run_plan(
-    plan: Plan,
-    run_dir: Path,
-    *,
-    stop: StopRequest | None = None,
-    resume: bool = False,
-    limits: WatchLimits = LIMITS,
+    plan: Plan, run_dir: Path, *, stop: StopRequest | None = None, resume: bool = False, limits: WatchLimits = LIMITS
 ) -> tuple[RunOutcome, str]:
     lines = io.StringIO()
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -120,6 +120,10 @@ def _offload(sharding: Sharding, offload: Offload, method: Method = Method.FULL)
 # Engines that one rank can run; DistributedDataParallel wraps nothing there.
 ENGINES_OF_ONE = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
 EIGHT_BIT = ("optimizer_state", r"uint8")
+_LORA = {"lora": LoraJob(rank=16)}
+_QLORA: dict[str, Any] = {
+    "method": Method.QLORA, "optimizer": Optimizer.PAGED_ADAMW, "checkpointing": Checkpointing.FULL,
+}  # fmt: skip
 GPU_CASES: tuple[GpuCase, ...] = (
     GpuCase("fp32", {"precision": Precision.FP32}),
     GpuCase("bf16-mixed", {}),
@@ -132,22 +136,15 @@ GPU_CASES: tuple[GpuCase, ...] = (
     _checkpointing(Checkpointing.ATTENTION, 8),
     _checkpointing(Checkpointing.EVERY_N, 4, checkpoint_every_n=2),
     GpuCase("activation_offload", {"activation_offload": True}, seen=(("activation_offload", r"tensors of 7 blocks"),)),
-    GpuCase(
-        "compile",
-        {"compile": True},
-        libraries=("triton",),
-        seen=(("compile", r"8 of 8 blocks"),),
-        tolerance=0.15,  # what the compiler saves is its own decision
+    GpuCase(  # what the compiler saves is its own decision
+        "compile", {"compile": True}, libraries=("triton",), seen=(("compile", r"8 of 8 blocks"),), tolerance=0.15,
     ),
     GpuCase("loss-eager", {"loss": LossHead.EAGER}),
     GpuCase("loss-fused", {"loss": LossHead.FUSED}),
     GpuCase("loss-fused_linear", {"loss": LossHead.FUSED_LINEAR}, libraries=("liger-kernel",)),
     *(
-        GpuCase(
-            f"loss-fused_linear-{sharding}",
-            {"loss": LossHead.FUSED_LINEAR, "sharding": sharding},
-            libraries=("liger-kernel",),
-        )
+        GpuCase(f"loss-fused_linear-{sharding}", {"loss": LossHead.FUSED_LINEAR, "sharding": sharding},
+                libraries=("liger-kernel",))
         for sharding in ENGINES_OF_ONE
     ),
     _optimizer(Optimizer.ADAMW_8BIT, EIGHT_BIT),
@@ -161,32 +158,13 @@ GPU_CASES: tuple[GpuCase, ...] = (
     _optimizer(Optimizer.MUON),
     _optimizer(Optimizer.LOMO, ("updates", r"inside the backward pass"), lr=1e-2, learns=False),
     _optimizer(Optimizer.ADALOMO, ("updates", r"inside the backward pass"), lr=1e-2),
-    GpuCase(
-        "optimizer_in_backward",
-        {"optimizer_in_backward": True, **_FEW_TOKENS},
-        seen=(("updates", r"inside the backward pass"),),
-    ),
-    GpuCase(
-        "lora",
-        {"method": Method.LORA, "checkpointing": Checkpointing.FULL},
-        seen=(("adapters", r"float32"),),
-        train={"lora": LoraJob(rank=16)},
-    ),
-    GpuCase(
-        "qlora",
-        {"method": Method.QLORA, "optimizer": Optimizer.PAGED_ADAMW, "checkpointing": Checkpointing.FULL},
-        seen=(("4-bit layers", r"nf4"), ("checkpointing", r"8 of 8 blocks")),
-        train={"lora": LoraJob(rank=16)},
-    ),
-    GpuCase(
-        "qlora-table-on-host",
-        {
-            "method": Method.QLORA, "optimizer": Optimizer.PAGED_ADAMW, "checkpointing": Checkpointing.FULL,
-            "embedding_on_host": True,
-        },
-        seen=(("4-bit layers", r"nf4"), ("embedding table", r"in host RAM; lookups: \d+$")),
-        train={"lora": LoraJob(rank=16)},
-    ),
+    GpuCase("optimizer_in_backward", {"optimizer_in_backward": True, **_FEW_TOKENS},
+            seen=(("updates", r"inside the backward pass"),)),
+    GpuCase("lora", {"method": Method.LORA, "checkpointing": Checkpointing.FULL},
+            seen=(("adapters", r"float32"),), train=_LORA),
+    GpuCase("qlora", _QLORA, seen=(("4-bit layers", r"nf4"), ("checkpointing", r"8 of 8 blocks")), train=_LORA),
+    GpuCase("qlora-table-on-host", {**_QLORA, "embedding_on_host": True}, train=_LORA,
+            seen=(("4-bit layers", r"nf4"), ("embedding table", r"in host RAM; lookups: \d+$"))),
     _galore(Optimizer.ADAMW),
     _galore(Optimizer.ADAMW_8BIT, EIGHT_BIT),
     _galore(Optimizer.ADAFACTOR),
@@ -262,28 +240,16 @@ def gpu_plan(case: GpuCase, cache_dir: Path, hardware: Hardware, *, config: dict
         settings.pop("sharding"), settings.pop("offload"), kind=hardware.device_kind, hardware=hardware, job=job,
         seq_len=SEQ_LEN, **settings,
     )  # fmt: skip
-    plan = msgspec.structs.replace(
-        plan,
-        model_config=config,
-        model_shape=read_model_shape(config),
-        data=msgspec.structs.replace(
-            plan.data,
-            cache_dir=str(cache_dir),
-            num_rows=NUM_ROWS,
-            num_tokens=NUM_ROWS * SEQ_LEN,
-            longest_row=SEQ_LEN,
-            num_eval_rows=NUM_EVAL_ROWS,
-            is_packed=case.is_packed,
-        ),
-        schedule=msgspec.structs.replace(
-            plan.schedule,
-            num_steps=NUM_STEPS,
-            sequences_per_step=num_rows,
-            tokens_per_step=num_rows * SEQ_LEN,
-            lr=lr,
-            warmup_steps=1,
-        ),
-        is_trial=True,  # a few steps, nothing scored, saved or exported
+    data = msgspec.structs.replace(
+        plan.data, cache_dir=str(cache_dir), num_rows=NUM_ROWS, num_tokens=NUM_ROWS * SEQ_LEN, longest_row=SEQ_LEN,
+        num_eval_rows=NUM_EVAL_ROWS, is_packed=case.is_packed,
+    )  # fmt: skip
+    schedule = msgspec.structs.replace(
+        plan.schedule, num_steps=NUM_STEPS, sequences_per_step=num_rows, tokens_per_step=num_rows * SEQ_LEN, lr=lr,
+        warmup_steps=1,
+    )  # fmt: skip
+    plan = msgspec.structs.replace(  # a trial: a few steps, nothing scored, saved or exported
+        plan, model_config=config, model_shape=read_model_shape(config), data=data, schedule=schedule, is_trial=True
     )
     configuration = setting_of_case(plan)
     memory = estimate_memory(plan.model_shape, configuration, device_of(hardware))

@@ -71,21 +71,12 @@ def ranks_of(sharding: Sharding) -> int:
 
 
 def rank_plan(
-    cache_dir: Path,
-    sharding: Sharding = Sharding.NONE,
-    offload: Offload = Offload.NONE,
-    *,
-    num_steps: int = 10,
-    sequences_per_step: int = 8,
-    eval_every_steps: int | None = None,
-    checkpoint_every_steps: int | None = None,
-    model_config: Mapping[str, Any] = TINY_LLAMA,
-    clip: float = 1.0,
-    lr: float = LR,
-    train: Mapping[str, Any] = {},  # of the job: lora, galore, neftune_alpha
-    limits: Limits | None = None,
-    **engine: Any,  # optimizer, method, num_ranks, precision, micro_batch, accumulation, checkpointing, loss, ...
-) -> Plan:
+    cache_dir: Path, sharding: Sharding = Sharding.NONE, offload: Offload = Offload.NONE, *, num_steps: int = 10,
+    sequences_per_step: int = 8, eval_every_steps: int | None = None, checkpoint_every_steps: int | None = None,
+    model_config: Mapping[str, Any] = TINY_LLAMA, clip: float = 1.0, lr: float = LR, train: Mapping[str, Any] = {},
+    limits: Limits | None = None, **engine: Any,
+) -> Plan:  # fmt: skip
+    """`train` is of the job (lora, galore, ...), `engine` of the candidate (optimizer, method, precision, ...)."""
     settings = {"num_ranks": ranks_of(sharding), "seq_len": SEQ_LEN, "loss_chunk_tokens": 40, **engine}
     job = Job(train=TrainJob(seed=SEED, clip=clip, **train), limits=limits or Limits())
     plan = engine_plan(sharding, offload, job=job, **settings)

@@ -4,26 +4,12 @@ from typing import Any
 
 import msgspec
 
+from shardwise.trainer.spec import plan as plans
+from shardwise.trainer.spec import report as reports
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.plan import (
-    Calibration,
-    CalibrationRecord,
-    Candidate,
-    MemoryEstimate,
-    RatesSource,
-    SpeedEstimate,
-)
-from shardwise.trainer.spec.report import (
-    Ending,
-    Evaluation,
-    Figures,
-    MemoryFigures,
-    Report,
-    Sample,
-    SpeedFigures,
-    Verified,
-)
+from shardwise.trainer.spec.plan import Calibration, CalibrationRecord, Candidate, RatesSource
+from shardwise.trainer.spec.report import Ending, Evaluation, MemoryFigures, Report, Sample, Verified
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
 
 MIB = 2**20
@@ -35,28 +21,15 @@ def make_candidate(**changes: object) -> Candidate:
             name="none/fp32/adamw", sharding=Sharding.NONE, offload=Offload.NONE, optimizer=Optimizer.ADAMW,
             precision=Precision.FP32, is_exact=True,
         ),
-        method=Method.FULL,
-        num_ranks=1,
-        micro_batch=4,
-        accumulation=2,
-        seq_len=128,
-        checkpointing=Checkpointing.NONE,
-        attention=Attention.SDPA,
-        loss=LossHead.CHUNKED,
-        memory=MemoryEstimate(
-            parts={"weights": 10 * MIB, "optimizer_state": 20 * MIB},
-            peak_event="step",
-            events={"step": 30 * MIB},
-            steady_allocated_bytes=30 * MIB,
-            peak_allocated_bytes=30 * MIB,
-            peak_reserved_bytes=30 * MIB,
-            device_bytes=40 * MIB,
-            low_bytes=28 * MIB,
-            high_bytes=34 * MIB,
-            need_bytes=33 * MIB,
+        method=Method.FULL, num_ranks=1, micro_batch=4, accumulation=2, seq_len=128,
+        checkpointing=Checkpointing.NONE, attention=Attention.SDPA, loss=LossHead.CHUNKED,
+        memory=plans.MemoryEstimate(
+            parts={"weights": 10 * MIB, "optimizer_state": 20 * MIB}, peak_event="step", events={"step": 30 * MIB},
+            steady_allocated_bytes=30 * MIB, peak_allocated_bytes=30 * MIB, peak_reserved_bytes=30 * MIB,
+            device_bytes=40 * MIB, low_bytes=28 * MIB, high_bytes=34 * MIB, need_bytes=33 * MIB,
             usable_bytes=1000 * MIB,
         ),
-        speed=SpeedEstimate(
+        speed=plans.SpeedEstimate(
             parts={"compute_s": 1.0}, step_s=1.0, tokens_per_s_per_gpu=1024.0, flops_per_token=1e7,
             peak_flops_per_s=None, mfu=None,
         ),
@@ -66,32 +39,24 @@ def make_candidate(**changes: object) -> Candidate:
 
 def make_report(**changes: object) -> Report:
     report = Report(
-        ending=Ending.FINISHED,
-        exit_code=0,
-        plan=make_candidate(),
-        predicted=Figures(
+        ending=Ending.FINISHED, exit_code=0, plan=make_candidate(),
+        predicted=reports.Figures(
             memory=MemoryFigures(peak_allocated_bytes=30 * MIB, parts={"weights": 10 * MIB}),
-            speed=SpeedFigures(step_s=1.0, tokens_per_s_per_gpu=1024.0),
+            speed=reports.SpeedFigures(step_s=1.0, tokens_per_s_per_gpu=1024.0),
         ),
-        measured=Figures(
+        measured=reports.Figures(
             memory=MemoryFigures(peak_allocated_bytes=25 * MIB, parts={"weights": 10 * MIB, "gradients": 3 * MIB}),
-            speed=SpeedFigures(step_s=0.8, tokens_per_s_per_gpu=1280.0, targets_per_s_per_gpu=1270.0),
+            speed=reports.SpeedFigures(step_s=0.8, tokens_per_s_per_gpu=1280.0, targets_per_s_per_gpu=1270.0),
         ),
         verified=Verified(
             world_size=1, engine_class="LlamaForCausalLM", sharded_parameters=0, partition_elements=None,
             optimizer_class="AdamW", attention="sdpa", loss="chunked", precision="fp32", accumulation=2,
         ),
-        incidents=(),
-        versions={"torch": "2.13.0"},
-        step=10,
-        num_steps=10,
-        tokens=10240,
-        duration_s=12.0,
+        incidents=(), versions={"torch": "2.13.0"}, step=10, num_steps=10, tokens=10240, duration_s=12.0,
         final_loss=4.5,
         evaluations=(Evaluation(step=10, loss=4.0, perplexity=54.6, num_tokens=512, unigram_entropy_nats=6.0),),
         sample=Sample(prompt="def ", before="x x", after="main():\n    pass"),
-        checkpoint="checkpoints/step-00000010",
-        export="export",
+        checkpoint="checkpoints/step-00000010", export="export",
     )  # fmt: skip
     return msgspec.structs.replace(report, **changes)
 

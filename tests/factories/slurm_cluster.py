@@ -20,17 +20,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import pytest
-from suite_remains import (
-    NUM_SLOTS,
-    SEARCH_PATH_OF_ROOT,
-    cluster_folder,
-    in_network,
-    kill_all,
-    lock_slot,
-    pids_in,
-    remove_cluster,
-    run_ip_lines,
-)
+import suite_remains
+from suite_remains import cluster_folder, remove_cluster, run_ip_lines
 
 CPU_NODES = ("n1", "n2", "n3", "n4")
 GPU_NODES = ("g1", "g2")
@@ -140,9 +131,8 @@ def lacks_slurm() -> str | None:
         return f"a real Slurm needs {', '.join(missing)}: {INSTALLED_BY}"
     if os.geteuid() != 0:
         return "a real Slurm with a network for each node needs root"
-    spaces = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False
-    )
+    argv = ["unshare", "--net", "--uts", "--mount", "true"]
+    spaces = subprocess.run(argv, capture_output=True, text=True, check=False)
     return None if spaces.returncode == 0 else f"a real Slurm needs namespaces of its own: {spaces.stderr.strip()}"
 
 
@@ -234,7 +224,7 @@ class SlurmCluster:
         """No job is left, pending or running, and every node that was killed is up again."""
         self._cancel_all()
         for name in self._addresses.nodes:
-            if not pids_in(self._namespace(name)):
+            if not suite_remains.pids_in(self._namespace(name)):
                 self.start_node(name)
         while self._cancel_all():
             time.sleep(_POLL_S)
@@ -276,17 +266,12 @@ class SlurmCluster:
     def _daemon(self, node: str, *words: str) -> None:
         """Starts a program on a node; it is killed when the tests are, also where nothing else tidies up."""
         with (self.folder / "log" / f"{words[0]}.{node}.stderr").open("ab") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    ["setpriv", "--pdeathsig", "KILL", *self.on_node(node, *words)],
-                    env=self.environment,
-                    cwd="/",
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,  # Ctrl-C at the tests is not for them
-                )
-            )
+            daemon = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *self.on_node(node, *words)], env=self.environment, cwd="/",
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,  # Ctrl-C at the tests is not for them
+            )  # fmt: skip
+            self._daemons.append(daemon)
 
     def _are_up(self, *names: str) -> bool:
         answer = self.run("sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N %T", check=False)
@@ -302,7 +287,7 @@ class SlurmCluster:
 
     def kill_all(self, name: str) -> None:
         """Kills whatever runs in the node's network until nothing does."""
-        kill_all(in_network(self._namespace(name)))
+        suite_remains.kill_all(suite_remains.in_network(self._namespace(name)))
 
 
 @pytest.fixture(scope="session")
@@ -354,13 +339,13 @@ def _write_config(folder: Path, addresses: Addresses) -> None:
 
 def _search_path() -> str:
     """Programs of the tests' interpreter first; daemons are in sbin, which a user's PATH often lacks."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], SEARCH_PATH_OF_ROOT])
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], suite_remains.SEARCH_PATH_OF_ROOT])
 
 
 def _take_slot() -> tuple[int, IO[str]]:
-    for slot in range(NUM_SLOTS):
-        if lock := lock_slot(slot):
+    for slot in range(suite_remains.NUM_SLOTS):
+        if lock := suite_remains.lock_slot(slot):
             remove_cluster(slot)
             cluster_folder(slot).mkdir(mode=0o755)
             return slot, lock
-    raise AssertionError(f"{NUM_SLOTS} clusters run already")
+    raise AssertionError(f"{suite_remains.NUM_SLOTS} clusters run already")

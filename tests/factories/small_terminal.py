@@ -1,5 +1,6 @@
 """A terminal of a few lines of code: what a person would see after everything that was written to it."""
 
+import io
 import re
 
 _PARTS = re.compile(r"(\x1b\[([?\d;]*)([A-Za-z]))|([\s\S])")  # an escape sequence, or a character
@@ -47,3 +48,12 @@ class SmallTerminal:
             self._lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
             self._column += 1
             assert self._column < self.columns, f"the line is too wide: {self._lines[self._row]}"
+
+
+class TerminalStream(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True

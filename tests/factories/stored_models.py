@@ -98,12 +98,9 @@ def as_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
 
 def as_bnb(base: Path, folder: Path, *, kind: str = "nf4", doubly: bool = True, skipped: tuple[str, ...] = ()) -> Path:
     settings = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=doubly,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=list(skipped) or None,
-    )
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=doubly,
+        bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=list(skipped) or None,
+    )  # fmt: skip
     loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, quantization_config=settings)
     loaded.save_pretrained(folder)
     return folder

@@ -4,10 +4,7 @@ from pathlib import Path
 
 WAYS = {
     "hangs when it is loaded": ("", "import time\ntime.sleep(3600)"),
-    "raises when it is loaded": ("", "raise ImportError('libwandb.so: cannot open shared object file')"),
-    "hangs when a run begins": ("time.sleep(3600)", ""),
     "raises when a run begins": ("raise RuntimeError('cannot allocate a run')", ""),
-    "exits when a run begins": ("sys.exit('wandb had enough')", ""),
     "ends its process when a run begins": ("sys.stderr.write('fatal: wandb\\n'); sys.stderr.flush(); os._exit(7)", ""),
 }
 _MODULE = """

@@ -46,9 +46,19 @@ class Workplace(NamedTuple):
     def command(self, *words: str | Path) -> list[str]:
         return [sys.executable, "-P", "-m", "shardwise.launch.cli", *map(str, words)]
 
+    def by_hand(self, attempt: Path) -> list[str]:
+        files = (attempt / "accelerate.yaml", "-m", "shardwise.trainer", attempt / "plan.json")
+        return [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", *map(str, files)]
+
     def run(self, *words: str | Path, check: bool = True, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+        return self.execute(*self.command(*words), check=check, timeout=timeout)
+
+    def execute(
+        self, *argv: str | Path, check: bool = False, timeout: float = LIMIT_S, text: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """Any program, with `text` on its standard input."""
         answer = subprocess.run(
-            self.command(*words), cwd=self.folder, env=self.environment, capture_output=True, text=True,
+            list(map(str, argv)), cwd=self.folder, env=self.environment, input=text, capture_output=True, text=True,
             timeout=timeout, check=False,
         )  # fmt: skip
         if check and answer.returncode != 0:

@@ -100,13 +100,9 @@ def _more_kinds(small: PreTrainedConfig) -> dict[str, Any]:
 
 
 def model_of(
-    model_type: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    attention: str | None = None,
-    noise: float = 0.08,
+    model_type: str, *, dtype: torch.dtype = torch.float32, attention: str | None = None, noise: float = 0.08,
     config: PreTrainedConfig | None = None,
-) -> PreTrainedModel:
+) -> PreTrainedModel:  # fmt: skip
     """A model in evaluation mode, whose weights are large enough that documents have different losses."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(

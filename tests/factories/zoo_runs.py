@@ -71,14 +71,11 @@ def zoo_plan(base: Path, shape: ModelShape, rows: Path, sharding: Sharding = Sha
         rows, sharding, num_steps=NUM_STEPS, sequences_per_step=ROWS_PER_STEP, attention=attention, loss=loss,
         micro_batch=2 // settings.get("num_ranks", 1), accumulation=2, **settings,
     )  # fmt: skip
+    job = replace(plan.job, model=replace(plan.job.model, name=str(base)))
     return replace(
-        plan,
-        job=replace(plan.job, model=replace(plan.job.model, name=str(base))),
-        model_path=str(base),
-        model_config=read_config(base / "config.json"),
-        model_shape=shape,
+        plan, job=job, model_path=str(base), model_config=read_config(base / "config.json"), model_shape=shape,
         data=replace(plan.data, num_eval_rows=0),
-    )
+    )  # fmt: skip
 
 
 def loaded(folder: Path, plan: Plan) -> PreTrainedModel:

@@ -83,11 +83,7 @@ def run_block(place: Workplace, block: Block) -> str:
     program = {"bash": ["sh", "-ec"], "python": [sys.executable, "-P", "-c"]}.get(block.language)
     if program is None:
         return ""
-    answer = subprocess.run(
-        [*program, block.text],
-        cwd=place.folder, env=place.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=LIMIT_S,
-    )  # fmt: skip
+    answer = place.execute(*program, block.text)
     assert answer.returncode == 0, block.text + answer.stdout + answer.stderr
     return answer.stdout
 

@@ -30,7 +30,6 @@ def here(tmp_path: Path, monkeypatch) -> Path:
 
 
 def redirected(where: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """`shardwise WORDS` with its stdout redirected as a shell does."""
     argv = [sys.executable, "-m", "shardwise.launch.cli", *words]
     return subprocess.run(["sh", "-c", f'exec "$@" {where}', "sh", *argv], capture_output=True, text=True, check=False)
 

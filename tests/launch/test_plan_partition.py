@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 from planning_factory import machine
-from slurm_cluster import SlurmCluster
 from slurm_texts import install_slurm
 from typed_command import Answer, Run, in_empty_home, typed, write_rows
 
-from shardwise.launch.plan.partition import read_partition_hardware, sbatch_option
+from shardwise.launch.plan.partition import sbatch_option
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import ExitCode
 from shardwise.trainer.spec.plan import Plan
-from shardwise.trainer.spec.units import MIB
 
 JOB = """\
 model: {{name: llama-3.2-1b}}
@@ -56,12 +54,25 @@ def test_a_plan_for_a_partition_compares_numbers_of_nodes(run: Run) -> None:
     assert [fact for fact in facts if fact not in answer.text] == []
 
 
-def test_one_node_is_the_default_and_a_run_longer_than_the_limit_is_several_jobs(run: Run) -> None:
+def test_one_node_is_the_default_a_long_run_is_several_jobs_and_a_probe_gives_the_rest(
+    run: Run, tmp_path: Path
+) -> None:
     answer = run("--partition", "gpu", "slurm.time=0:30:00")
     assert answer.out.splitlines()[0].endswith(" on 8 x A100-SXM4-80GB")
     assert "on 1 node: " in answer.text and " 00:30:00: " in answer.text and " jobs, " in answer.text
     too_long = run("--partition", "gpu", "slurm.time=3-00:00:00")
     assert re.search(r"slurm\.time 3-00:00:00 .*gpu .*2-00:00:00", too_long.text)
+    hardware = machine("8xH100-SXM5-80GB", libraries=("a-library-of-the-node",))
+    codec.write(tmp_path / "hw.json", hardware)
+    probed = run("--partition", "pretend", "--hardware", str(tmp_path / "hw.json"), "--json")
+    assert codec.decode(probed.out.encode(), Plan, origin="stdout").hardware.libraries == hardware.libraries
+
+
+CONSTRAINTS = {
+    ("--constraint=a100",): "a100", ("--constraint a100&ib",): "a100&ib", ("--constraint", "a100"): "a100",
+    ("-C a100",): "a100", ("-Ca100",): "a100", ("--comment=x", "-C", "a100"): "a100", ("--cpus-per-task=4",): None,
+    ("--constraint",): None, (): None,
+}  # fmt: skip
 
 
 def test_a_constraint_and_a_share_of_a_node_are_those_of_the_line_or_of_the_job(run: Run) -> None:
@@ -70,13 +81,7 @@ def test_a_constraint_and_a_share_of_a_node_are_those_of_the_line_or_of_the_job(
     assert "2 GPUs, 64 cores, 251 GiB RAM" in answer.text
     for more in ("slurm: {constraint: hbm40g}", "slurm: {extra: [--constraint=hbm40g]}", "slurm: {extra: [-C hbm40g]}"):
         assert run("--partition", "gpu", more=more).out.splitlines()[0].endswith(" on 4 x A100-SXM4-40GB")
-
-
-def test_a_file_of_a_probe_gives_the_rest_of_the_node(run: Run, tmp_path: Path) -> None:
-    hardware = machine("8xH100-SXM5-80GB", libraries=("a-library-of-the-node",))
-    codec.write(tmp_path / "hw.json", hardware)
-    answer = run("--partition", "pretend", "--hardware", str(tmp_path / "hw.json"), "--json")
-    assert codec.decode(answer.out.encode(), Plan, origin="stdout").hardware.libraries == hardware.libraries
+    assert {extra: sbatch_option(extra, "--constraint", "-C") for extra in CONSTRAINTS} == CONSTRAINTS
 
 
 @pytest.mark.parametrize(
@@ -120,23 +125,3 @@ def test_other_plans_load_nothing_of_it(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", script]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env={"HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-
-
-CONSTRAINTS = {
-    ("--constraint=a100",): "a100", ("--constraint a100&ib",): "a100&ib", ("--constraint", "a100"): "a100",
-    ("-C a100",): "a100", ("-Ca100",): "a100", ("--comment=x", "-C", "a100"): "a100", ("--cpus-per-task=4",): None,
-    ("--constraint",): None, (): None,
-}  # fmt: skip
-
-
-def test_a_constraint_among_options_of_sbatch() -> None:
-    assert {extra: sbatch_option(extra, "--constraint", "-C") for extra in CONSTRAINTS} == CONSTRAINTS
-
-
-def test_a_real_cluster_is_read(slurm: SlurmCluster) -> None:
-    answer = read_partition_hardware("h100", nodes=4, environment=slurm.environment)
-    assert [gpu.spec_name for gpu in answer.hardware.gpus] == ["H100-SXM5-80GB"] * 8
-    assert (answer.hardware.num_nodes, answer.hardware.host.num_cores) == (4, 96)
-    assert answer.hardware.host.ram_bytes == 1_000_000 * MIB
-    assert (answer.partition.max_time_s, answer.num_allowed_nodes, answer.group.gres) == (2 * 86400, 4, "gpu:h100:8")
-    assert read_partition_hardware(None, nodes=1, environment=slurm.environment).partition.name == "cpu"

@@ -25,7 +25,6 @@ from shardwise.trainer.planning.explain.first_screen import Line, Tone, text_of
 from shardwise.trainer.spec.report import Ending
 
 COLUMNS = 80
-
 LINES = (
     Line(text="job: LoRA of llama [bold]8B[/bold] on 1 x L4: fits, about 7 h", tone=Tone.TITLE),
     Line(text="  memory  card 21.4 of 22 GiB", tone=Tone.FIGURE, share=0.97),
@@ -36,7 +35,6 @@ LINES = (
 
 
 def on_terminal(write: Callable[[TextIO], object]) -> str:
-    """What a terminal of 80 columns receives."""
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     found: list[bytes] = []
@@ -106,7 +104,6 @@ CAUSE = "step 2: a rank was killed by SIGKILL, often out of host memory; the sam
 
 @pytest.mark.parametrize("line", COMMANDS.values(), ids=COMMANDS.keys())
 def test_no_line_is_cut_on_a_terminal_of_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    """In a folder with a run whose paths and causes are long."""
     in_empty_home(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

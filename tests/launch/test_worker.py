@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hanging_programs import pids_in, wait_until_gone
 
-from shardwise.launch.worker import WorkerTimeoutError, ask, run_together
+from shardwise.launch.worker import WorkerTimeoutError, ask
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
 from shardwise.trainer.spec.messages.worker_requests import Lines
 
@@ -71,13 +71,6 @@ def test_a_worker_that_takes_too_long_is_ended_with_its_children(module_of, tmp_
     with pytest.raises(WorkerTimeoutError, match=r"1\.5 s"):
         lines_of(module_of(body), timeout_s=1.5)
     wait_until_gone(*pids_in(tmp_path / "pid"))
-
-
-def test_workers_that_wait_for_a_failed_one_are_ended(module_of, tmp_path):
-    module = module_of("if sys.argv[1] == '1': sys.exit('no such backend')\ntime.sleep(600)\n")
-    environment = {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}
-    found = run_together(module, [["0"], ["1"]], environment=environment, folder=tmp_path, timeout_s=300)
-    assert found == (True, "no such backend")
 
 
 @pytest.mark.cold

@@ -180,14 +180,9 @@ def run_copies(
 
 
 def _run_jobs(
-    jobs: Sequence[Job],
-    *,
-    root: Path,
-    place: Path,
-    num_side_by_side: int,
-    limit_s: float,
+    jobs: Sequence[Job], *, root: Path, place: Path, num_side_by_side: int, limit_s: float,
     on_result: Callable[[str, Result], None] = lambda name, result: None,
-) -> dict[str, Result]:
+) -> dict[str, Result]:  # fmt: skip
     """Results by name; each is printed when its job ends."""
     waiting = list(enumerate(jobs))
     running: dict[int, tuple[Job, Path, float]] = {}

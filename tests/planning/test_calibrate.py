@@ -18,20 +18,18 @@ H100S = "8xH100-SXM5-80GB"
 RATES = MeasuredRates(matmul_flops_per_s=10**14)
 
 
-def learned(*records: CalibrationRecord, model: str = "8b", hardware: Hardware | None = None) -> calibrate.Corrections:
-    return calibrate.corrections_of(
-        calibration_of(*records), shape=shape_of(model), hardware=hardware or machine(H100S),
-        versions={"shardwise": "0"},
-    )  # fmt: skip
-
-
 def row(sharding: Sharding = Sharding.FSDP, precision: Precision = Precision.BF16_MIXED) -> Strategy:
     strategy = plan_of("8b", H100S).chosen.strategy
     return replace(strategy, name="a row", sharding=sharding, offload=Offload.NONE, precision=precision)
 
 
-def correction(*records: CalibrationRecord, strategy: Strategy | None = None, **facts: Any) -> calibrate.Correction:
-    return learned(*records, **facts).of(strategy or row(), Method.FULL)
+def correction(
+    *records: CalibrationRecord, strategy: Strategy | None = None, hardware: Hardware | None = None
+) -> calibrate.Correction:
+    found = calibrate.corrections_of(
+        calibration_of(*records), shape=shape_of("8b"), hardware=hardware or machine(H100S), versions={"shardwise": "0"}
+    )
+    return found.of(strategy or row(), Method.FULL)
 
 
 @pytest.mark.parametrize(

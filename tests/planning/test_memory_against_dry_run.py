@@ -7,27 +7,16 @@ that a device does not hold (`test_memory_techniques` has that moment by the all
 
 from statistics import median
 
+import closed_forms
 import msgspec
 import pytest
-from closed_forms import (
-    GOLDEN,
-    TABLE,
-    answer_of,
-    furthest,
-    predicted,
-    sums_tied_tables_at_the_peak,
-)
+from closed_forms import answer_of, predicted
 from dry_run_factory import GoldenRow, read_golden
 from msgspec.structs import replace
 
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.model.readers import (
-    ADMITTED_SHARE,
-    admitted_types,
-    furthest_forms,
-    read_model_shape,
-    supported_model_types,
-)
+from shardwise.trainer.spec.model import readers
+from shardwise.trainer.spec.model.readers import admitted_types, read_model_shape, supported_model_types
 from shardwise.trainer.spec.strategy import Checkpointing
 
 TOLERANCE = 0.01
@@ -49,13 +38,15 @@ def is_claimed(row: GoldenRow) -> bool:
     return row.request.model_config["model_type"] in admitted_types() and row.name not in FURTHER
 
 
-ALL_ROWS = [row for row in read_golden(GOLDEN) if row.request.model_config["model_type"] in supported_model_types()]
+ALL_ROWS = [
+    row for row in read_golden(closed_forms.GOLDEN) if row.request.model_config["model_type"] in supported_model_types()
+]
 ROWS = [
     row
     for row in ALL_ROWS
     if row.result is not None
     and is_claimed(row)
-    and not sums_tied_tables_at_the_peak(row)
+    and not closed_forms.sums_tied_tables_at_the_peak(row)
     and not row.request.sharding.uses_deepspeed
 ]
 ZERO_ROWS = [row for row in ALL_ROWS if row.request.sharding.uses_deepspeed]
@@ -63,10 +54,10 @@ ZERO_ROWS = [row for row in ALL_ROWS if row.request.sharding.uses_deepspeed]
 
 def test_types_within_2_percent_of_every_dry_run_are_planned_by_their_closed_form() -> None:
     """The table of the package is that of `make golden`, and each type was run in the five ways that differ most."""
-    found = furthest(ALL_ROWS)
-    assert msgspec.json.decode(TABLE.read_bytes()) == found == furthest_forms()
+    found = closed_forms.furthest(ALL_ROWS)
+    assert msgspec.json.decode(closed_forms.TABLE.read_bytes()) == found == readers.furthest_forms()
     assert set(found) == set(supported_model_types())
-    assert set(admitted_types()) == {name for name, error in found.items() if error <= ADMITTED_SHARE}
+    assert set(admitted_types()) == {name for name, error in found.items() if error <= readers.ADMITTED_SHARE}
     runs = [row.request for row in ALL_ROWS if not row.request.sharding.uses_deepspeed]
     ways = {
         (run.model_config["model_type"], run.sharding.uses_fsdp, run.method.freezes_base, run.checkpointing)

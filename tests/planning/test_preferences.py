@@ -68,33 +68,30 @@ def test_pairs_that_are_streamed_are_learned_by_adapters_as_no_row_can_be_asked_
 EXTENSION = Extension(path="/mine.py", sha256="0", hooks=(Hook.LOSS,))
 
 
+LEARNS = r"train\.objective: {} learns from .*data\.train holds {}"
+OF_CHATS = data_of(format=DataFormat.CHAT, is_packed=False)
+
+
 @pytest.mark.parametrize(
-    ("pin", "extension", "data", "message"),
+    ("facts", "extension", "data", "message"),
     [
-        ({"loss": LossHead.FUSED_LINEAR}, None, pairs(), "fused_linear and train.objective: dpo"),
+        ({"pin": {"loss": LossHead.FUSED_LINEAR}}, None, pairs(), "fused_linear and train.objective: dpo"),
         ({}, EXTENSION, pairs(), "train.objective: dpo and the loss of extensions"),
-        ({"loss": LossHead.CHUNKED}, EXTENSION, data_of(), "pin.loss: chunked and the loss of extensions"),
+        ({"pin": {"loss": LossHead.CHUNKED}}, EXTENSION, data_of(), "pin.loss: chunked and the loss of extensions"),
+        ({"objective": Objective.SFT}, None, pairs(), LEARNS.format("sft", "preference")),
+        ({"objective": Objective.DPO}, None, OF_CHATS, LEARNS.format("dpo", "chat")),
+        ({"objective": Objective.PRETRAIN}, None, OF_CHATS, LEARNS.format("pretrain", "chat")),
     ],
-)  # fmt: skip
-def test_what_cannot_go_together_is_said_before_anything_runs(pin, extension, data, message):
+)
+def test_what_cannot_go_together_is_said_before_anything_runs(facts, extension, data, message):
     with pytest.raises(InputError, match=message):
-        plan_of("1b", "1xH100-SXM5-80GB", job=job_of(pin=pin), data=data, extension=extension)
+        plan_of("1b", "1xH100-SXM5-80GB", job=job_of(**facts), data=data, extension=extension)
 
 
 def test_a_loss_of_ones_own_is_planned_with_whole_logits_and_noted() -> None:
     plan = plan_of("1b", "1xH100-SXM5-80GB", extension=EXTENSION)
     assert {candidate.loss for candidate in plan.candidates} == {LossHead.EAGER}
     assert any(note.startswith("loss of extensions: counted as a cross entropy") for note in plan.notes)
-
-
-@pytest.mark.parametrize(
-    ("objective", "shape"),
-    [(Objective.SFT, DataFormat.PREFERENCE), (Objective.DPO, DataFormat.CHAT), (Objective.PRETRAIN, DataFormat.CHAT)],
-)
-def test_rows_that_an_objective_cannot_learn_from_are_refused(objective: Objective, shape: DataFormat) -> None:
-    job = job_of(objective=objective)
-    with pytest.raises(InputError, match=rf"train\.objective: {objective} learns from .*data\.train holds {shape}"):
-        plan_of("1b", "1xH100-SXM5-80GB", job=job, data=data_of(format=shape, is_packed=False))
 
 
 def test_preferences_that_nobody_has_read_are_planned_as_pairs() -> None:

@@ -7,13 +7,8 @@ from msgspec.structs import replace
 from planning_factory import data_of, plan_of
 from report_factory import make_report
 
-from shardwise.trainer.planning.explain.recommend import (
-    LEAST_GAIN,
-    MAX_RECOMMENDATIONS,
-    Observed,
-    recommendations,
-    unused_bytes,
-)
+from shardwise.trainer.planning.explain import recommend
+from shardwise.trainer.planning.explain.recommend import Observed, recommendations, unused_bytes
 from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.hardware import MeasuredRates
 from shardwise.trainer.spec.job.sections import DataFormat
@@ -193,7 +188,11 @@ def test_the_best_come_first_and_at_most_five_are_said(plan: Plan) -> None:
     observed = Observed(**lost, num_steps=100, num_skipped=30, throttled_slowdown=1.07)
     found = recommendations(plan, report_of(plan, step_factor=3.0), observed)
     gains = [each.gain or 0.0 for each in found]
-    assert len(found) == MAX_RECOMMENDATIONS and gains == sorted(gains, reverse=True) and min(gains) >= LEAST_GAIN
+    assert (
+        len(found) == recommend.MAX_RECOMMENDATIONS
+        and gains == sorted(gains, reverse=True)
+        and min(gains) >= recommend.LEAST_GAIN
+    )
     assert not any("probe --measure" in each.text for each in found), "what gains no speed comes last"
 
 

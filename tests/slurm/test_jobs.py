@@ -133,6 +133,9 @@ def test_a_batch_script_is_in_its_allocation_and_one_of_several_tasks_is_refused
     step = JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}
     with pytest.raises(InputError, match="8 tasks"):
         slurm_jobs.find_allocation(step)
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n"}
+    assert slurm_jobs.place_in_step(step) is slurm_jobs.place_in_step(JOB) is None, "no place among machines"
+    assert slurm_jobs.place_in_step(step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None
 
 
 def test_a_step_of_every_node_has_all_that_the_job_has():
@@ -143,9 +146,8 @@ def test_a_step_of_every_node_has_all_that_the_job_has():
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=64"} <= {*argv}
     inside = slurm_jobs.find_allocation(JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"})
     assert inside is not None
-    assert "--overlap" in slurm_jobs.srun_argv(inside, ["prog"]) and "--label" in slurm_jobs.srun_argv(
-        inside, ["prog"], labels=True
-    )
+    assert "--overlap" in slurm_jobs.srun_argv(inside, ["prog"])
+    assert "--label" in slurm_jobs.srun_argv(inside, ["prog"], labels=True)
 
 
 _PROBE = """
@@ -172,9 +174,3 @@ def test_a_step_with_a_task_on_each_node_measures_the_network(slurm: SlurmCluste
     first, second = (line.split() for line in sorted((tmp_path / "out").read_text().splitlines()))
     assert (first[:2], second[:2]) == (["2", "0"], ["2", "1"]) and first[2] == second[2]
     assert first[3:] == second[3:] == ["True"]
-
-
-def test_other_steps_have_no_place_among_machines():
-    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n"}
-    assert slurm_jobs.place_in_step(step) is slurm_jobs.place_in_step(JOB) is None
-    assert slurm_jobs.place_in_step(step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None

@@ -18,26 +18,18 @@ UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available
 def of(cluster, name, *, num_nodes=1, spec=None, constraint=None, partition=None, **facts):
     partition = partition or partition_of(cluster, name)
     choice = choose_group(partition, tuple(nodes_of(cluster).values()), constraint=constraint)
-    stated = spec
-    if isinstance(spec, str):
-        stated = hardware_from_spec(spec, local_host=lambda: UNKNOWN_HOST)
+    stated = hardware_from_spec(spec, local_host=lambda: UNKNOWN_HOST) if isinstance(spec, str) else spec
     return hardware_of(partition, choice, num_nodes=num_nodes, stated=stated, **facts)
 
 
 def probed(count=8, name="NVIDIA A100-SXM4-80GB", spec_name="A100-SXM4-80GB"):
-    """A node's own hardware.json."""
     gpus = tuple(
         Gpu(index=index, name=name, spec_name=spec_name, memory_bytes=80 * GIB, uuid=f"GPU-{index}", free_bytes=2 * GIB)
         for index in range(count)
     )
     links = tuple(Link(a=0, b=b, kind=LinkKind.NVLINK, bytes_per_s=250 * 10**9) for b in range(1, count))
-    host = Host(
-        cpu_name="EPYC",
-        num_cores=4,  # of the job that probed
-        ram_bytes=64 * GIB,
-        ram_available_bytes=60 * GIB,
-        disks=(Disk(path="/scratch", filesystem="xfs", total_bytes=10**12, free_bytes=10**12),),
-    )
+    disk = Disk(path="/scratch", filesystem="xfs", total_bytes=10**12, free_bytes=10**12)
+    host = Host(cpu_name="EPYC", disks=(disk,), num_cores=4, ram_bytes=64 * GIB, ram_available_bytes=60 * GIB)
     return Hardware(
         gpus=gpus, host=host, links=links, libraries={"torch": "2.13.0"},
         rates=MeasuredRates(matmul_flops_per_s=250 * 10**12), source="hw.json",
@@ -71,15 +63,6 @@ def test_hardware_of_real_partitions(cluster, name, constraint, cards, cores, ra
     assert (hardware.num_nodes, hardware.num_cpu_devices, hardware.source) == (1, 1, f"partition {name}")
     assert "whole nodes" in hardware.notes[0]
     assert not (hardware.links or hardware.libraries or hardware.host.disks)
-
-
-def test_hidden_nodes_without_counted_gpus_have_to_be_stated():
-    with pytest.raises(InputError, match=r"partition compute.*\n--hardware .*1xCPU"):
-        of("aris", "compute")
-    hardware = of("aris", "compute", num_nodes=48, spec="1xCPU").hardware
-    assert (hardware.gpus, hardware.host.num_cores, hardware.host.ram_bytes) == ((), 128, 507904 * MIB)
-    stated = of("aris", "compute", spec="4xA100-SXM4-40GB")
-    assert (len(stated.hardware.gpus), stated.group.gres) == (4, "gpu:4")
 
 
 # A partition of fake_nodes, what is asked for, and the facts that the refusal names.
@@ -119,12 +102,18 @@ def test_a_probed_node_supplies_facts_and_the_card_that_slurm_omits():
         of("tum", "gtx_1080_submit", spec=probed(8, "NVIDIA TITAN RTX", None))
 
 
-def test_more_nodes_than_a_job_may_have_and_fewer_are_refused():
+def test_more_nodes_than_a_job_may_have_and_fewer_are_refused_and_hidden_ones_have_to_be_stated():
     with pytest.raises(InputError, match=r"--nodes 4.* 3 .*MaxNodes"):
         of("dsai", "h100", num_nodes=4)
     with pytest.raises(InputError, match=r"--nodes 1.* 2 "):
         of("fake_nodes", "gpu", partition=replace(partition_of("fake_nodes", "gpu"), min_nodes=2))
     assert of("dsai", "h100", num_nodes=3).num_allowed_nodes == 3
+    with pytest.raises(InputError, match=r"partition compute.*\n--hardware .*1xCPU"):
+        of("aris", "compute")
+    hardware = of("aris", "compute", num_nodes=48, spec="1xCPU").hardware
+    assert (hardware.gpus, hardware.host.num_cores, hardware.host.ram_bytes) == ((), 128, 507904 * MIB)
+    stated = of("aris", "compute", spec="4xA100-SXM4-40GB")
+    assert (len(stated.hardware.gpus), stated.group.gres) == (4, "gpu:4")
 
 
 def test_a_partition_that_starts_no_jobs_or_has_no_node_in_service_is_refused():

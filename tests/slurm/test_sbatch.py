@@ -54,6 +54,7 @@ def test_an_option_for_each_setting(changes, expected):
 
 def test_a_run_directory_is_no_pattern_of_slurm_and_one_that_it_cannot_write_to_is_refused():
     assert "--output=/r/100%%j/slurm-%j.out" in sbatch.sbatch_options(batch_job(Path("/r/100%j")))
+    assert sbatch.sbatch_line('--comment=say "a\\b"') == '--comment="say \\"a\\\\b\\""'
     with pytest.raises(InputError, match="backslash"):
         sbatch.render_script(batch_job(Path("/a\\b")))
 
@@ -64,21 +65,6 @@ def test_a_run_directory_is_no_pattern_of_slurm_and_one_that_it_cannot_write_to_
 )
 def test_the_warning_leaves_time_for_a_step_and_a_save_and_half_of_the_job(step_s, save_s, time_limit_s, expected):
     assert sbatch.warning_s(step_s=step_s, save_s=save_s, time_limit_s=time_limit_s) == expected
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("--comment=plain-1.0", "--comment=plain-1.0"),
-        ("--comment=a b", '--comment="a b"'),
-        ("--comment=#1", '--comment="#1"'),
-        ('--comment=say "a\\b"', '--comment="say \\"a\\\\b\\""'),
-        ("-Ca|b", '-C"a|b"'),
-        ("--exclusive", "--exclusive"),
-    ],
-)
-def test_a_line_of_sbatch_is_quoted(option, expected):
-    assert sbatch.sbatch_line(option) == expected
 
 
 @pytest.mark.parametrize(
@@ -122,20 +108,13 @@ def variants() -> dict[str, sbatch.BatchJob]:
     }
 
 
-@pytest.fixture
-def scripts(tmp_path: Path) -> list[Path]:
-    """A script of each variant."""
-    written = [tmp_path / name for name in variants()]
-    for path in written:
-        path.write_text(sbatch.render_script(variants()[path.name]))
-    return written
-
-
-def test_shellcheck_accepts_the_script(scripts: list[Path]):
+def test_shellcheck_accepts_the_script(tmp_path: Path):
     if shutil.which("shellcheck") is None:
         lacking = "shellcheck is missing: sudo apt-get install --no-install-recommends shellcheck"
         (pytest.fail if os.environ.get("SHARDWISE_CI") == "1" else pytest.skip)(lacking)
-    answer = subprocess.run(["shellcheck", "--norc", *scripts], capture_output=True, text=True, check=False)
+    for name, job in variants().items():
+        (tmp_path / name).write_text(sbatch.render_script(job))
+    answer = subprocess.run(["shellcheck", "--norc", *tmp_path.iterdir()], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout
 
 

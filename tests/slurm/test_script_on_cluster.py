@@ -55,13 +55,17 @@ def test_term_reaches_the_supervisor_as_usr1_and_where_requeueing_is_refused_a_n
     assert "a new job continues" in read_output(run_dir)
 
 
-def test_a_supervisor_that_does_not_listen_yet_is_started_again(slurm: SlurmCluster, tmp_path: Path):
+def test_a_supervisor_that_does_not_listen_is_started_again_and_other_codes_are_the_jobs(
+    slurm: SlurmCluster, tmp_path: Path
+):
     run_dir = tmp_path / "run"
     job = slurm.submit(write_run(batch_job(run_dir, requeue=False), "deaf", "0"))
     wait_for_events(slurm, run_dir, FRESH)
     slurm.run("scancel", "--batch", "--signal=USR1", job)
     assert slurm.wait_for(job, "COMPLETED")
     wait_for_events(slurm, run_dir, FRESH, FRESH)
+    job = slurm.submit(write_run(batch_job(tmp_path / "other"), "5"))
+    assert slurm.wait_for(job, "FAILED").exit_code == "5:0"
 
 
 def test_a_cancelled_job_saves_and_is_not_brought_back(slurm: SlurmCluster, tmp_path: Path):
@@ -73,11 +77,6 @@ def test_a_cancelled_job_saves_and_is_not_brought_back(slurm: SlurmCluster, tmp_
     assert read_events(run_dir) == [FRESH, "told"]
     assert f"sbatch {run_dir}/train.sbatch" in read_output(run_dir)
     assert not slurm.run("squeue", "--noheader").stdout
-
-
-def test_every_other_code_is_that_of_the_job(slurm: SlurmCluster, tmp_path: Path):
-    job = slurm.submit(write_run(batch_job(tmp_path / "run"), "5"))
-    assert slurm.wait_for(job, "FAILED").exit_code == "5:0"
 
 
 def test_the_points_of_an_array_run_in_their_folders(slurm: SlurmCluster, tmp_path: Path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
-from slurm_jobs import batch_job
+from slurm_jobs import batch_job, write_program
 
 from shardwise.slurm.cluster import Partition
 from shardwise.slurm.node_groups import NodeGroup
@@ -90,8 +90,7 @@ REASONS = [
 def test_a_job_that_slurm_accepts_and_never_starts_is_cancelled_and_refused(tmp_path: Path, reason, fact):
     programs = {"sbatch": "echo '7;aurora'", "squeue": 'echo "$REASON"', "scancel": f'echo "$*" >>"{tmp_path}/log"'}
     for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, f"#!/bin/sh\n{text}\n")
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REASON": reason}
     job = batch_job(tmp_path, partition="g p u", time_limit_s=3600)
     if fact is None:
@@ -105,17 +104,13 @@ def test_a_job_that_slurm_accepts_and_never_starts_is_cancelled_and_refused(tmp_
     assert message.count("\n") <= 2 and (tmp_path / "log").read_text() == "7\n"
 
 
-def test_a_controller_that_is_down_is_an_environment_fault(slurm: SlurmCluster, tmp_path: Path):
+def test_a_controller_that_is_down_and_a_missing_sbatch_are_environment_faults(slurm: SlurmCluster, tmp_path: Path):
     config = tmp_path / "slurm.conf"
     text = (slurm.folder / "slurm.conf").read_text()
     config.write_text(text.replace("SlurmctldPort=6817", "SlurmctldPort=6999").replace("Timeout=5", "Timeout=1"))
     job = batch_job(tmp_path / "run")
     with pytest.raises(EnvironmentFaultError, match="controller"):
         check_script(render_script(job), job, None, environment={**slurm.environment, "SLURM_CONF": str(config)})
-
-
-def test_without_sbatch_a_login_node_is_named(tmp_path: Path):
-    job = batch_job(tmp_path / "run")
     with pytest.raises(EnvironmentFaultError, match="login node"):
         check_script("", job, None, environment={"PATH": str(tmp_path)})
 

@@ -40,9 +40,8 @@ class Submitted:
 
     def __init__(self, slurm: SlurmCluster, place: Workplace, *words: str) -> None:
         self.slurm, self.run_dir = slurm, place.folder / "run"
-        own = {**place.environment, **slurm.environment, "HOME": str(place.folder)}
-        self.on_login_node = Workplace(place.folder, own)
-        answer = self.on_login_node.run("submit", "job.yaml", "--run-dir", self.run_dir, "--json", *words)
+        on_login_node = Workplace(place.folder, {**place.environment, **slurm.environment, "HOME": str(place.folder)})
+        answer = on_login_node.run("submit", "job.yaml", "--run-dir", self.run_dir, "--json", *words)
         (self.job,) = json.loads(answer.stdout)["job_ids"]
 
     @property
@@ -50,7 +49,6 @@ class Submitted:
         return codec.read(self.run_dir / "report.json", Report)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Every line of metrics, in the order of training."""
         metrics = self.run_dir / "metrics.jsonl"
         whole = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
         return [json.loads(line) for line in whole if line.endswith("\n")]
@@ -123,7 +121,6 @@ def place(tmp_path: Path) -> Workplace:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one process on the same rows."""
     return losses_of_one_process(tmp_path_factory.mktemp("alone") / "place", STEPS)
 
 
@@ -196,25 +193,3 @@ def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process
     assert [record.fault for record in report.history if record.fault] == [Fault.KILLED] * 2, report.history
     assert slurm.job(run.job).restarts >= 6
     run.check_steps(LONG_STEPS)
-
-
-@pytest.mark.long
-@pytest.mark.slurm
-@pytest.mark.parametrize(
-    ("command", "state", "ending"),
-    [
-        ("scancel", "CANCELLED", Ending.PREEMPTED),  # Slurm does not say who ends a job
-        ("shardwise cancel", "FAILED", Ending.STOPPED),
-    ],
-)
-def test_a_run_that_is_cancelled_saves_and_is_not_queued_again(slurm, place, command, state, ending):
-    write_job(place, LONG_STEPS, pause=EVENLY)
-    run = Submitted(slurm, place, "--nodes", "1", "--partition", "cpu", "--time", "5")
-    run.wait_for_step(3)
-    if command == "scancel":
-        slurm.run("scancel", run.job)
-    else:
-        run.on_login_node.run("cancel", run.run_dir)
-    job = slurm.wait_for(run.job, state, timeout_s=LIMIT_S)
-    slurm.wait_until(lambda: (run.run_dir / "report.json").is_file(), "a report")
-    assert job.restarts == 0 and run.report.ending is ending and run.report.checkpoint is not None

@@ -57,12 +57,8 @@ def test_a_limit_that_is_free_is_used_whole_and_another_bounds_nothing():
 
 
 def test_the_pinned_share_is_smaller_on_a_desktop_and_least_under_wsl():
-    kinds: tuple[dict[str, Any], ...] = (
-        {},
-        {"is_desktop": True},
-        {"is_desktop": True, "is_wsl": True},
-        {"pinned_limit_bytes": 31 * GIB},
-    )
+    desktop: dict[str, Any] = {"is_desktop": True}
+    kinds: tuple[dict[str, Any], ...] = ({}, desktop, {**desktop, "is_wsl": True}, {"pinned_limit_bytes": 31 * GIB})
     assert [pinnable_ram(host(40, **facts)) / GIB for facts in kinds] == [36, 30, 20, 31]
 
 

@@ -39,9 +39,7 @@ def test_each_course_has_its_exact_values(course: LrSchedule, step: int, expecte
 
 @pytest.mark.parametrize("course", LrSchedule)
 @pytest.mark.parametrize(("num_steps", "warmup_steps"), [(1, 0), (2, 1), (10, 9), (1000, 30)])
-def test_the_rate_is_positive_and_never_rises_after_warmup(
-    course: LrSchedule, num_steps: int, warmup_steps: int
-) -> None:
+def test_the_rate_is_positive_and_never_rises_after_warmup(course, num_steps: int, warmup_steps: int) -> None:
     rates = [rate(step, course, num_steps=num_steps, warmup_steps=warmup_steps) for step in range(1, num_steps + 1)]
     assert min(rates) > 0
     after = rates[max(0, warmup_steps - 1) :]

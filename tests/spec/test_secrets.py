@@ -60,20 +60,16 @@ def test_a_token_that_was_stored_by_a_login_is_one(tmp_path):
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        (
-            "DefaultEndpointsProtocol=https;AccountKey=abcDEF123/+==;x=1",
-            "DefaultEndpointsProtocol=https;AccountKey=[redacted];x=1",
-        ),
+        ("DefaultEndpointsProtocol=https;AccountKey=abcDEF123/+==;x=1",
+         "DefaultEndpointsProtocol=https;AccountKey=[redacted];x=1"),
         ("Endpoint=sb://a/;SharedAccessKey=abcDEF123=", "Endpoint=sb://a/;SharedAccessKey=[redacted]"),
-        (
-            "https://a.blob.core.windows.net/b?sv=1&sig=abcDEF%2F123%3D&se=2",
-            "https://a.blob.core.windows.net/b?sv=1&sig=[redacted]&se=2",
-        ),
+        ("https://a.blob.core.windows.net/b?sv=1&sig=abcDEF%2F123%3D&se=2",
+         "https://a.blob.core.windows.net/b?sv=1&sig=[redacted]&se=2"),
         ("no such repository for hf_AbCdEfGhIjKlMnOpQrStUvWx", "no such repository for [redacted]"),
         ("https://me:pa55@example.org/x.git", "https://[redacted]@example.org/x.git"),
         ("see https://example.org/a:b@c and hf_datasets", "see https://example.org/a:b@c and hf_datasets"),
     ],
-)
+)  # fmt: skip
 def test_forms_of_secrets_are_found_wherever_they_come_from(text, shown):
     assert secrets.redact(text, {}) == shown
 

@@ -4,19 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.trainer.spec.units import (
-    GIB,
-    KIB,
-    MIB,
-    TIB,
-    format_bytes,
-    format_count,
-    format_seconds,
-    parse_bytes,
-    parse_count,
-    parse_seconds,
-    parse_share,
-)
+from shardwise.trainer.spec import units
+from shardwise.trainer.spec.units import GIB, KIB, MIB, TIB, parse_bytes, parse_count, parse_seconds, parse_share
 
 
 @pytest.mark.parametrize(
@@ -54,13 +43,14 @@ def test_what_is_no_quantity_is_refused(parse, written):
 @pytest.mark.parametrize(
     ("write", "value", "written"),
     [
-        (format_bytes, 0, "0 B"), (format_bytes, 1023, "1023 B"), (format_bytes, KIB, "1 KiB"),
-        (format_bytes, int(23.5 * GIB), "23.5 GiB"), (format_bytes, 1000 * MIB, "1000 MiB"),
-        (format_bytes, -2 * GIB, "-2 GiB"), (format_count, 8.03e9, "8.03B"), (format_count, 512, "512"),
-        (format_count, 0.5, "0.5"), (format_count, 999_499, "999k"), (format_count, 999_500, "1M"),
-        (format_count, 999_600_000_000_000, "1000T"), (format_seconds, 0.045, "45 ms"), (format_seconds, 3.2, "3.2 s"),
-        (format_seconds, 125, "2 min 05 s"), (format_seconds, 4320, "1 h 12 min"),
-        (format_seconds, 47.9 * 3600, "47 h 54 min"), (format_seconds, 3.5 * 86400, "3.5 days"),
+        (units.format_bytes, 0, "0 B"), (units.format_bytes, 1023, "1023 B"), (units.format_bytes, KIB, "1 KiB"),
+        (units.format_bytes, int(23.5 * GIB), "23.5 GiB"), (units.format_bytes, 1000 * MIB, "1000 MiB"),
+        (units.format_bytes, -2 * GIB, "-2 GiB"), (units.format_count, 8.03e9, "8.03B"),
+        (units.format_count, 512, "512"), (units.format_count, 0.5, "0.5"), (units.format_count, 999_499, "999k"),
+        (units.format_count, 999_500, "1M"), (units.format_count, 999_600_000_000_000, "1000T"),
+        (units.format_seconds, 0.045, "45 ms"), (units.format_seconds, 3.2, "3.2 s"),
+        (units.format_seconds, 125, "2 min 05 s"), (units.format_seconds, 4320, "1 h 12 min"),
+        (units.format_seconds, 47.9 * 3600, "47 h 54 min"), (units.format_seconds, 3.5 * 86400, "3.5 days"),
     ],
 )  # fmt: skip
 def test_quantities_are_written_with_three_digits(write, value, written):
@@ -69,5 +59,5 @@ def test_quantities_are_written_with_three_digits(write, value, written):
 
 @given(st.integers(min_value=0, max_value=10**15))
 def test_written_quantities_read_back_within_their_three_digits(number):
-    assert parse_bytes(format_bytes(number)) == pytest.approx(number, rel=0.006, abs=1)
-    assert parse_count(format_count(number)) == pytest.approx(number, rel=0.006)
+    assert parse_bytes(units.format_bytes(number)) == pytest.approx(number, rel=0.006, abs=1)
+    assert parse_count(units.format_count(number)) == pytest.approx(number, rel=0.006)

@@ -55,14 +55,10 @@ def main(address: str, python: str, arguments: list[str]) -> None:
         signal.signal(number, pass_on)
     request = repr(
         {
-            "arguments": arguments,
-            "environment": posix.environ,
-            "descriptors": descriptors,
-            "ignored": [int(number) for number in ignored],
-            "pid": posix.getpid(),
-            "umask": umask(),
+            "arguments": arguments, "environment": posix.environ, "descriptors": descriptors,
+            "ignored": [int(number) for number in ignored], "pid": posix.getpid(), "umask": umask(),
         }
-    ).encode()
+    ).encode()  # fmt: skip
     handed = b"".join(number.to_bytes(4, sys.byteorder) for number in (place, alive, *descriptors))
     connection.sendmsg([len(request).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, handed)])
     connection.sendall(request)

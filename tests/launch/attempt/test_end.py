@@ -85,19 +85,17 @@ def test_the_cause_is_the_error_that_was_reported_first_and_the_rest_is_rank_0s_
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "step", "error", "is_final", "has_trained", "is_transient"),
+    ("exit_code", "step", "error", "expected"),
     [
-        (1, 3, "ValueError: injected", False, False, False),  # before the first step of this attempt
-        (1, 3, "DistNetworkError: The server socket has failed to listen", False, False, True),
-        (2, 5, "extensions: loss raised ValueError", True, True, False),
+        (1, 3, "ValueError: injected", (False, False, False)),  # before the first step of this attempt
+        (1, 3, "DistNetworkError: The server socket has failed to listen", (False, False, True)),
+        (2, 5, "extensions: loss raised ValueError", (True, True, False)),
     ],
 )
-def test_an_error_is_final_where_a_person_has_to_mend_it(
-    attempt: Path, exit_code, step, error, is_final, has_trained, is_transient
-):
+def test_an_error_is_final_where_a_person_has_to_mend_it(attempt: Path, exit_code, step, error, expected):
     write_report(attempt, 0, ending=Ending.FAILED, error=error, exit_code=exit_code, step=step, resumed_from_step=3)
     end = end_of(attempt)
-    assert (end.is_final, end.has_trained, end.is_transient) == (is_final, has_trained, is_transient)
+    assert (end.is_final, end.has_trained, end.is_transient) == expected
 
 
 @pytest.mark.parametrize("cap", [2**20, None])
@@ -143,15 +141,13 @@ def test_the_killed_rank_is_the_one_that_the_launcher_did_not_end(attempt: Path,
 def test_a_lost_rank_is_killed_whatever_the_launcher_says(attempt: Path):
     """Of ranks that a signal ended, the cause is one that was gone before the supervisor killed the others."""
     end = end_of(attempt, return_code=None, lost_ranks=(1,))
-    assert (end.fault, end.is_final) == (Fault.KILLED, False) and "rank 1 ended without a report" in str(
-        end.report.error
-    )
+    assert (end.fault, end.is_final) == (Fault.KILLED, False)
+    assert "rank 1 ended without a report" in str(end.report.error)
     listed = "  rank      : {0} (local_rank: {0})\n  exitcode  : -{1} (pid: 7{0})\n"
     write_log(attempt, "launcher", listed.format(0, 9) + listed.format(1, 9))
     end = end_of(attempt, lost_ranks=(1,), num_oom_kills=1)
-    assert (end.fault, end.report.error) == (
-        Fault.HOST_OUT_OF_MEMORY, "the kernel killed rank 1 for lack of host memory"
-    )  # fmt: skip
+    assert end.fault is Fault.HOST_OUT_OF_MEMORY
+    assert end.report.error == "the kernel killed rank 1 for lack of host memory"
 
 
 def test_a_rank_that_exited_is_the_cause_also_where_the_launcher_saw_another_fail_first(attempt: Path):

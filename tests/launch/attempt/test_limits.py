@@ -142,15 +142,12 @@ def test_the_limit_that_ended_a_run_is_spent_although_seconds_of_it_are_left(tmp
     spending.refuse_spent(tmp_path, plan(hours=10))
 
 
-def test_of_a_short_job_the_margin_is_short():
-    for left_s, margin_s in ((60, 6), (3600, spending.MAX_MARGIN_S)):
-        deadline = spending.Deadline.in_seconds(left_s)
-        assert deadline.margin_s == margin_s and deadline.moment_s == pytest.approx(time.monotonic() + left_s, abs=5)
-
-
 @pytest.mark.parametrize(("left_s", "stops"), [(1000, False), (40, True), (-5, True)])
-def test_the_stop_comes_when_the_margin_is_all_that_is_left(tmp_path, left_s, stops):
+def test_the_stop_comes_when_the_margin_is_all_that_is_left_which_is_short_of_a_short_job(tmp_path, left_s, stops):
     stop, printed, watchdog = StopRequest(), io.StringIO(), Watchdog(tmp_path, num_ranks=1)
+    for job_s, margin_s in ((60, 6), (3600, spending.MAX_MARGIN_S)):
+        deadline = spending.Deadline.in_seconds(job_s)
+        assert deadline.margin_s == margin_s and deadline.moment_s == pytest.approx(time.monotonic() + job_s, abs=5)
     deadline = spending.Deadline(time.monotonic() + left_s, margin_s=45)
     for _ in range(2):
         deadline.stop_in_time(stop, watchdog, Console(printed))

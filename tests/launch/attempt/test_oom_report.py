@@ -58,7 +58,7 @@ def test_it_names_the_phase_and_the_largest_part_and_the_fallback_that_follows(p
     )  # fmt: skip
 
 
-def test_it_shows_the_memory_of_the_rank_and_fragmentation(plan):
+def test_it_shows_the_memory_of_the_rank_fragmentation_and_the_processes_that_hold_the_card(plan):
     assert_shown(
         MemoryEnd(1, plan, failed(), (STATE,)), "gradients 60 MiB 30%", "Fragmentation: 500 MiB .*25%",
         "512 MiB, 128 MiB", "free on the device 10 MiB", r"\| Allocated memory \| 1500 MiB \|", absent="data limit",
@@ -66,6 +66,12 @@ def test_it_shows_the_memory_of_the_rank_and_fragmentation(plan):
     capped = replace(STATE, tensors={}, largest_blocks=(), reserved_bytes=None, data_limit_bytes=2 * GIB)
     end = MemoryEnd(1, plan, failed(), (capped,))
     assert_shown(end, "its data limit 2 GiB", absent="Fragmentation|Largest blocks")
+    card = Gpu(
+        index=3, name="RTX 4090", spec_name=None, memory_bytes=24 * GIB,
+        processes=(GpuProcess(pid=4711, name="python", memory_bytes=9 * GIB),),
+    )  # fmt: skip
+    assert_shown(MemoryEnd(1, plan, failed(), cards=(card,)), "3 4711 python 9 GiB")
+    assert_shown(MemoryEnd(1, plan, failed(), cards=(replace(card, processes=()),)), absent="4711")
 
 
 def test_without_a_fallback_it_offers_configurations_that_need_less(plan):
@@ -95,12 +101,3 @@ def test_it_reads_the_ranks_files_and_never_raises(plan, tmp_path):
     assert "Rank 1 " in path.read_text()
     assert write_oom_report(tmp_path / "2", cpu, failed(), next_candidate=None, decision="") is None
     assert write_oom_report(tmp_path / "no number", cpu, failed(), next_candidate=None, decision="") is None
-
-
-def test_it_names_the_processes_that_hold_the_card(plan):
-    card = Gpu(
-        index=3, name="RTX 4090", spec_name=None, memory_bytes=24 * GIB,
-        processes=(GpuProcess(pid=4711, name="python", memory_bytes=9 * GIB),),
-    )  # fmt: skip
-    assert_shown(MemoryEnd(1, plan, failed(), cards=(card,)), "3 4711 python 9 GiB")
-    assert_shown(MemoryEnd(1, plan, failed(), cards=(replace(card, processes=()),)), absent="4711")

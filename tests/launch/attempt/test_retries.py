@@ -76,7 +76,6 @@ def test_fallbacks_that_are_no_help_are_passed_over_and_named():
 
 
 def killed(run_dir: Path, number: int, *, step: int) -> None:
-    """Writes the files of an attempt whose supervisor was killed."""
     attempt = run_dir / "attempts" / str(number)
     for rank, done in enumerate((step, step - 1)):
         path = heartbeat_path(attempt, rank)
@@ -103,7 +102,7 @@ def test_attempts_without_a_report_are_read_from_heartbeats(tmp_path):
     assert history[1].resumed_from_step == 2 and 0 <= history[1].duration_s < 60
 
 
-def test_a_run_that_dies_at_one_step_each_time_is_not_started_again(tmp_path):
+def test_a_run_that_dies_or_is_stopped_at_one_step_each_time_is_not_started_for_ever(tmp_path):
     refuse_endless_restarts(tmp_path)
     for number in (1, 2):
         killed(tmp_path, number, step=5)
@@ -114,15 +113,13 @@ def test_a_run_that_dies_at_one_step_each_time_is_not_started_again(tmp_path):
     history = [record(1, step=5), record(2, step=5), record(3, step=5, fault=None), record(4, step=5)]
     assert num_at_step(history, 5) == 1, "an orderly end breaks the row"
     assert (num_at_step(history[:2], 5), num_at_step(history, 4)) == (2, 0)
-
-
-def test_jobs_that_are_stopped_before_a_step_each_time_are_not_started_for_ever(tmp_path):
+    (tmp_path / "jobs").mkdir()
     records = tuple(record(number, step=7, fault=None) for number in range(1, 12))
-    codec.write(tmp_path / "report.json", make_report(history=records[:10]))
-    refuse_endless_restarts(tmp_path)
-    codec.write(tmp_path / "report.json", make_report(history=records))
+    codec.write(tmp_path / "jobs" / "report.json", make_report(history=records[:10]))
+    refuse_endless_restarts(tmp_path / "jobs")
+    codec.write(tmp_path / "jobs" / "report.json", make_report(history=records))
     with pytest.raises(EnvironmentFaultError, match=r"(?s)10 jobs.*step 7.*slurm\.time"):
-        refuse_endless_restarts(tmp_path)
+        refuse_endless_restarts(tmp_path / "jobs")
 
 
 SAVED = SavedFacts(step=30, optimizer=Optimizer.ADAMW, precision=Precision.FP32)

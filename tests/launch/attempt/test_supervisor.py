@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -61,15 +61,15 @@ def attempt(tmp_path: Path) -> Path:
 def run(
     attempt: Path, report: Report | None, *, seconds: float = 60, stop: StopRequest | None = None,
     on_tick: Callable[[], None] = lambda: None, on_notice: Callable[[str], None] = print,
-    watchdog: Watchdog | None = None,
+    watchdog: Watchdog | None = None, argv: Sequence[str] = (),
 ) -> AttemptEnd:  # fmt: skip
-    """The end of an attempt whose rank runs so many seconds, and then writes this report."""
+    """The end of an attempt whose rank runs so many seconds, and then writes this report; or of this launcher."""
     scratch = attempt.parent.parent
     path = "" if report is None else str(scratch / "report.json")
     if report is not None:
         codec.write(scratch / "report.json", report)
-    argv = [sys.executable, *map(str, (scratch / "launcher.py", scratch / "rank.py", attempt, path, seconds))]
-    ranks = supervision.LocalRanks(argv, attempt_dir=attempt, environment=os.environ)
+    usual = [sys.executable, *map(str, (scratch / "launcher.py", scratch / "rank.py", attempt, path, seconds))]
+    ranks = supervision.LocalRanks([*argv] or usual, attempt_dir=attempt, environment=os.environ)
     return supervision.watch_attempt(
         ranks, attempt_dir=attempt, stop=stop or StopRequest(), on_tick=on_tick, on_notice=on_notice,
         watchdog=watchdog or Watchdog(attempt, num_ranks=1),
@@ -85,19 +85,14 @@ def test_a_stop_request_reaches_ranks_in_their_own_session(attempt: Path):
 
 def test_a_rank_that_registers_after_a_stop_request_receives_it(attempt: Path):
     ranks = supervision.LocalRanks(["sleep", "60"], attempt_dir=attempt, environment=os.environ)
-    sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-    try:
-        for rank, sleeper in enumerate(sleepers):
+    for rank in range(2):
+        with subprocess.Popen(["sleep", "60"]) as sleeper:
             record = record_of(sleeper.pid)
             assert record is not None
             write_record(attempt / "pids" / f"rank-{rank}.json", record)
             ranks.request_stop()
             assert sleeper.wait(timeout=30) == -signal.SIGUSR1
-    finally:
-        for sleeper in sleepers:
-            sleeper.kill()
-            sleeper.wait()
-        ranks.end()
+    ranks.end()
 
 
 def test_ranks_that_wait_for_one_out_of_memory_are_ended(attempt: Path, monkeypatch: pytest.MonkeyPatch):
@@ -133,15 +128,10 @@ def test_a_lost_rank_is_named_with_its_signal_though_another_does_not_react(
     monkeypatch.setattr("shardwise.launch.attempt.supervisor.END_GRACE_S", 0.5)
     script = attempt.parent.parent / "pair.py"
     script.write_text(PAIR)
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)]
     (attempt / "pids").mkdir()
-    ranks = supervision.LocalRanks(
-        [*argv, str(attempt / "pids"), str(rank), str(int(number))], attempt_dir=attempt, environment=os.environ
-    )
-    end = supervision.watch_attempt(
-        ranks, attempt_dir=attempt, stop=StopRequest(), on_tick=lambda: None, on_notice=print,
-        watchdog=Watchdog(attempt, num_ranks=2),
-    )  # fmt: skip
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    argv += map(str, (script, attempt / "pids", rank, int(number)))
+    end = run(attempt, None, argv=argv, watchdog=Watchdog(attempt, num_ranks=2))
     assert (end.fault, end.report.error) == (Fault.KILLED, f"rank {rank} was killed by {number.name}")
     assert not any(record.is_alive for record in read_records(attempt / "pids").values())
 
@@ -176,7 +166,6 @@ def test_a_signal_before_anything_has_to_be_saved_breaks_off(number: signal.Sign
 
 
 def test_the_launcher_ignores_signals_of_a_terminal(attempt: Path):
-    """INT and USR1 to the launcher's group leave the attempt running."""
     disturbed: list[int] = []
 
     def disturb() -> None:

@@ -21,7 +21,6 @@ from shardwise.launch.options import CacheOptions, parse_command_line
 from shardwise.launch.plan.calibration_store import append_calibration
 from shardwise.launch.rundir.process_record import ProcessRecord, record_of, write_record
 from shardwise.launch.terminal import Console
-from shardwise.trainer.runtime.data.cache import lock_folder
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 
 
@@ -100,10 +99,8 @@ def test_what_is_named_is_removed_and_made_again(environment, prepared, tmp_path
     assert run(environment, "models", f"data/{prepared.name}").splitlines()[0].endswith(f"data/{prepared.name}")
     assert not prepared.exists() and other.is_file() and not (prepared.parent / "locks" / prepared.name).exists()
     assert prepare(tmp_path / "again", home / "cache") == prepared and prepared.is_dir()
-    assert json.loads(run(environment, "data", "operators", as_json=True))["removed"] == [
-        str(prepared),
-        str(other.parent),
-    ]
+    removed = json.loads(run(environment, "data", "operators", as_json=True))["removed"]
+    assert removed == [str(prepared), str(other.parent)]
     assert not prepared.exists() and not other.parent.exists() and run(environment) == "nothing is stored\n"
 
 
@@ -129,6 +126,7 @@ def test_data_that_a_process_reads_stays_also_if_it_was_listed_before(environmen
     [
         ("cache/data/.partial-cafe", "cache/data/locks/cafe"),
         ("cache/operators/torch", "cache/operators/torch/.builder"),
+        ("cache/streams/first-1", "cache/streams/locks/first-1"),
         ("scratch/shardwise/staged/0123", "scratch/shardwise/staged/0123/.lock"),
     ],
 )
@@ -142,17 +140,6 @@ def test_what_a_process_makes_stays_until_its_lock_is_free(environment, home, en
         assert remove_entries([listed])[0] == () and (home / entry / "file").is_file()
     run(environment, listed.folder)
     assert not (home / entry).exists()
-
-
-def test_a_stream_is_its_runs_until_that_ends(environment, home):
-    folder = home / "cache" / "streams" / "first-1"
-    folder.parent.mkdir(parents=True)
-    descriptor = lock_folder(folder)
-    write_file(folder / "window")
-    assert stays(environment, "streams", "a process makes or uses it")
-    os.close(descriptor)
-    run(environment, "streams")
-    assert not folder.exists() and not (folder.parent / "locks" / folder.name).exists()
 
 
 def test_a_model_that_is_being_written_stays_and_one_that_was_cut_off_goes(environment, home):

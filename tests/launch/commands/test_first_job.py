@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from workplace_factory import TINY_CONFIG
 
 from shardwise.launch.commands.housekeeping import DataFacts, ModelFacts, job_template, look_at_data, look_at_model
@@ -28,13 +26,6 @@ def read(text: str) -> Job:
     tree = read_yaml(text, origin="job.yaml")
     assert isinstance(tree, dict)
     return read_job(tree, origin="job.yaml")
-
-
-@settings(deadline=None)  # a busy machine is no fault
-@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda text: text.strip()))
-def test_any_text_is_quoted_so_that_it_reads_back(data):
-    text = job_template(model="org/model", data=data, model_facts=ModelFacts(), data_facts=DataFacts())
-    assert read(text).data.train[0].source == data
 
 
 @pytest.mark.parametrize("preset", preset_names())

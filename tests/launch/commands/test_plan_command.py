@@ -240,17 +240,11 @@ def test_the_next_commands_work_as_printed(model: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_rows", [200, 60_000], ids=["all are counted", "a sample"])
 def test_an_unprepared_plan_takes_padded_rows_as_long_as_they_are(run: Run, tmp_path: Path, num_rows: int) -> None:
     """Time, speed and tokens of one plan agree; a row of 50 tokens has not the time of one of seq_len."""
-    row = json.dumps(
-        {"messages": [{"role": "user", "content": "who"}, {"role": "assistant", "content": "it is " * 20}]}
-    )
+    turns = [{"role": "user", "content": "who"}, {"role": "assistant", "content": "it is " * 20}]
+    row = json.dumps({"messages": turns})
     (tmp_path / "chats.jsonl").write_text(f"{row}\n" * num_rows)
-    words = (
-        f"data.train={tmp_path}/chats.jsonl",
-        "data.packing=false",
-        "train.tokens=null",
-        "train.tokens_per_step=null",
-    )
-    code, out, _ = run("plan", *words, "--hardware", "1xRTX-4090", "--json")
+    words = ("data.packing=false", "train.tokens=null", "train.tokens_per_step=null")
+    code, out, _ = run("plan", f"data.train={tmp_path}/chats.jsonl", *words, "--hardware", "1xRTX-4090", "--json")
     plan = json.loads(out)
     (width,) = plan["data"]["batch_widths"]
     assert (code, plan["data"]["num_rows"]) == (ExitCode.DONE, pytest.approx(num_rows, rel=0.02))

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from shardwise.launch.commands.plan import machines
-from shardwise.launch.commands.ui.explorer import Form, changed, first_form, plan_content, plan_parts, read_form, short
+from shardwise.launch.commands.ui.explorer import Form, first_form, plan_content, plan_parts, read_form, short
 from shardwise.launch.commands.ui.runs import Runs
 from shardwise.launch.inputs.model_files import read_preset
 from shardwise.launch.options import parse_command_line
@@ -56,15 +56,6 @@ def test_every_other_way_is_a_link_to_its_own_plan():
         assert ">fits<" in plan_parts(form)["verdict"]
 
 
-def test_a_setting_of_an_alternative_changes_its_field_alone():
-    assert changed(SMALL, "--take 3") == SMALL._replace(take=3)
-    assert changed(SMALL._replace(take=2), "train.method=full") == SMALL._replace(method="full")
-    assert changed(SMALL, "train.tokens_per_step=524288") is changed(SMALL, "pin.activation_offload=true") is None
-    allowed = changed(SMALL, "'allow=[bf16_weights,optimizer_8bit]'")
-    assert allowed == SMALL._replace(allow=("bf16_weights", "optimizer_8bit"))
-    assert allowed.arguments[-3:-1] == ["--allow", "bf16_weights,optimizer_8bit"]
-
-
 @pytest.mark.parametrize(
     "query",
     [
@@ -83,11 +74,16 @@ def test_only_what_the_form_offers_is_planned(query: dict[str, str], tmp_path: P
     assert content.parts["verdict"].startswith('<p class="alert">') and content.parts["command"] == ""
 
 
-def test_a_hub_id_is_its_preset_and_unknown_opt_ins_are_left_out():
+def test_a_hub_id_is_its_preset_unknown_opt_ins_are_left_out_and_what_the_hub_lacks_is_a_short_problem(tmp_path: Path):
     form = read_form({"model": ["Qwen/Qwen2.5-0.5B-Instruct"], "allow": ["fp8", "x; rm -rf /"], "seq_len": ["4k"]})
     assert form == Form(model="qwen2.5-0.5b", allow=("fp8",), seq_len=4000)
     assert read_form({}) == Form() and Form().query == {}
     assert [read_form({"card": [name]}).card for name in ("H100", "rtx 3090")] == ["H100-PCIe-80GB", "RTX-3090"]
+    assert read_form({"model": ["nobody/none-such"]}).arguments[:2] == ["plan", "nobody/none-such"]
+    verdict = plan_content(Runs(tmp_path), {"model": ["nobody/none-such"]}).parts["verdict"]
+    assert verdict.startswith('<p class="alert">') and "nobody/none-such" in verdict and verdict.count("<br>") <= 2
+    text = short("\n".join(f"line {number} {'x' * 400}" for number in range(34)))
+    assert len(text.splitlines()) == 3 and "32 more" in text and max(map(len, text.splitlines())) < 260
 
 
 def test_where_nothing_fits_what_would_is_named_and_each_way_that_the_form_can_state_is_a_link():
@@ -97,14 +93,6 @@ def test_where_nothing_fits_what_would_is_named_and_each_way_that_the_form_can_s
     assert commands_of(parts)[0][:3] == ["shardwise", "plan", "llama-3.1-8b"]
     links = [part.partition('"')[0] for part in unescape(parts["ways"]).split('href="/plan?')[1:]]
     assert len(links) >= 3 and ">fits<" in plan_parts(read_form(parse_qs(links[0])))["verdict"]
-
-
-def test_a_repository_of_the_hub_is_a_model_of_the_form_and_what_the_hub_lacks_is_a_short_problem(tmp_path: Path):
-    form = read_form({"model": ["nobody/none-such"], "card": ["RTX-4090"]})
-    assert form.arguments[:2] == ["plan", "nobody/none-such"]
-    content = plan_content(Runs(tmp_path), {"model": ["nobody/none-such"]})
-    verdict = content.parts["verdict"]
-    assert verdict.startswith('<p class="alert">') and "nobody/none-such" in verdict and verdict.count("<br>") <= 2
 
 
 def test_the_own_file_of_the_command_line_is_planned_with_its_own_settings(tmp_path: Path):
@@ -122,9 +110,3 @@ def test_the_own_file_of_the_command_line_is_planned_with_its_own_settings(tmp_p
     config.write_text(json.dumps(read_preset("qwen2.5-0.5b")))
     parts = plan_content(Runs(tmp_path, config), {"method": ["lora"], "card": ["RTX-4060-8GB"]}).parts
     assert ">fits<" in parts["verdict"] and commands_of(parts)[0][:3] == ["shardwise", "plan", str(config)]
-
-
-def test_a_problem_of_many_lines_is_three():
-    text = short("\n".join(f"line {number} {'x' * 400}" for number in range(34)))
-    assert len(text.splitlines()) == 3 and "32 more" in text and max(map(len, text.splitlines())) < 260
-    assert short("one\ntwo\nthree") == "one\ntwo\nthree"

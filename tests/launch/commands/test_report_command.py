@@ -35,14 +35,11 @@ def test_json_is_the_report_with_what_would_help(tmp_path: Path) -> None:
     assert msgspec.convert(answer, Report) == report
 
 
-def test_json_of_a_run_without_a_report_is_an_error(tmp_path: Path) -> None:
+def test_json_of_a_run_without_a_report_is_an_error_and_a_page_is_written_beside_the_text(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "bot", has_report=False)
     with pytest.raises(InputError, match="no report"):
         told(run_dir, as_json=True)
     assert "40 of 40" in told(run_dir)
-
-
-def test_the_page_is_written_beside_the_text(tmp_path: Path) -> None:
     first, second, page = write_run(tmp_path / "a"), write_run(tmp_path / "b"), tmp_path / "page.html"
     assert told(first, html=page) == told(first)
     assert read_page(page.read_text()).text.count("loss") >= 1 and "<title>a: " in page.read_text()

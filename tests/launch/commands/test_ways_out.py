@@ -34,7 +34,6 @@ NOES = {
     "nodes": ("llama-3.1-70b", "--method", "full", "--hardware", "2x8xRTX-4060-8GB"),
     "far too large": ("llama-3.1-70b", "--method", "full", "--hardware", "1xRTX-4060-8GB"),
 }  # fmt: skip
-
 QUICK = ("NVMe, with more of RAM", "long rows by key", "several opt-ins", "a pin", "a cap")
 
 

@@ -48,7 +48,6 @@ def findings_of(diagnosis: dict[str, Any], check: str, level: str) -> list[dict[
 
 
 def test_a_machine_that_trains_has_no_fault_and_a_job_file_that_is_wrong_is_exit_code_2(workplace):
-    """This one, with everything that is looked at but the network."""
     code, diagnosis = doctor(workplace, "job.yaml")
     assert [row for row in diagnosis["findings"] if row["level"] == "fault"] == []
     assert (code, diagnosis["num_faults"]) == (0, 0)

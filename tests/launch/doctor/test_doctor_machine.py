@@ -87,26 +87,17 @@ def test_a_machine_without_a_compiler_or_pythons_headers(broken, monkeypatch, he
     assert_reported(broken.diagnose("compiler"), Level.WARNING, facts)
 
 
-@pytest.fixture
-def login_node(broken):
+def test_a_login_node_whose_controller_fails_and_a_machine_with_gpus_where_it_hangs(broken):
     assert broken.diagnose("slurm").findings == (), "without Slurm nothing is reported"
     broken.install("sbatch", "exit 1")
     broken.write("etc/slurm/slurm.conf", "ClusterName=test\n")
-    broken.install("scontrol", "echo 'Slurmctld(primary) at head is UP'")
-    return broken
-
-
-def test_a_login_node_whose_controller_fails(login_node):
     ready = "Slurmctld(primary) at head is UP"
-    assert_reported(login_node.diagnose("slurm"), Level.FINE, ("shardwise submit", ready))
+    broken.install("scontrol", f"echo '{ready}'")
+    assert_reported(broken.diagnose("slurm"), Level.FINE, ("shardwise submit", ready))
     refused = "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)"
-    login_node.install("scontrol", f"echo '{refused}' >&2; exit 1")
-    assert_reported(login_node.diagnose("slurm"), Level.FAULT, ("scontrol ping", "controller", "administrators"))
-
-
-def test_a_slurm_that_hangs_on_a_machine_with_gpus_is_a_warning(login_node):
-    login_node.install_gpu()
-    login_node.install("scontrol", "exec sleep 600")
-    machine = login_node.read()
-    found = diagnosis_of(check_slurm(machine, timeout_s=0.5))
+    broken.install("scontrol", f"echo '{refused}' >&2; exit 1")
+    assert_reported(broken.diagnose("slurm"), Level.FAULT, ("scontrol ping", "controller", "administrators"))
+    broken.install_gpu()
+    broken.install("scontrol", "exec sleep 600")
+    found = diagnosis_of(check_slurm(broken.read(), timeout_s=0.5))
     assert_reported(found, Level.WARNING, ("scontrol ping", "0.5 s"))

@@ -59,7 +59,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> dict[str, str]:
-    """The environment of every job here."""
     return {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "HOME": str(tmp_path_factory.mktemp("home"))}
 
 
@@ -98,15 +97,9 @@ def test_a_value_that_no_model_is_built_from_is_refused_with_its_file_and_key(ki
 def test_what_counts_as_known_is_built_and_has_finite_logits(model_type):
     base = TINY[model_type]
     names = {
-        *base,
-        "rope_theta",
-        "rope_parameters",
-        "layer_types",
-        "attention_dropout",
-        "hidden_act",
-        "use_cache",
+        *base, "rope_theta", "rope_parameters", "layer_types", "attention_dropout", "hidden_act", "use_cache",
         "rotary_pct",
-    }
+    }  # fmt: skip
     counted = 0
     for name in sorted(names - {"model_type"}):
         for value in ODD_VALUES:

@@ -52,13 +52,8 @@ def test_a_folder_is_its_text_sorted_with_sub_folders_and_without_what_is_hidden
     found = listed(tmp_path / "text", tmp_path=tmp_path)
     expected = ["a.TXT", "b.md", "z.py", "sub/c.rst", "sub/rows.jsonl"]
     assert [str(path.relative_to(tmp_path / "text")) for path in found] == expected
-
-
-def test_json_files_are_rows_only_where_a_folder_has_nothing_else(tmp_path):
     write(tmp_path, "rows/a.json", "rows/b.json")
-    assert names(tmp_path / "rows", tmp_path=tmp_path) == ["a.json", "b.json"]
-    write(tmp_path, "text/a.txt", "text/settings.json")
-    assert names(tmp_path / "text", tmp_path=tmp_path) == ["a.txt"]
+    assert names(tmp_path / "rows", tmp_path=tmp_path) == ["a.json", "b.json"], "where there is nothing else"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +129,7 @@ def part_problem(tmp_path, name, **part):
     return str(caught.value)
 
 
-def test_a_part_that_a_source_has_not_is_named_with_what_it_has(saved, tmp_path):
+def test_a_part_that_a_source_has_not_is_named_with_what_it_has_and_a_lost_file_is_refused(saved, tmp_path):
     write(saved, "a.jsonl", "set/train.jsonl", "set/test.jsonl")
     for name, part, facts in (
         ("both", {"split": "dev"}, ("split dev", "test, train")),
@@ -145,12 +140,9 @@ def test_a_part_that_a_source_has_not_is_named_with_what_it_has(saved, tmp_path)
     ):
         head, _, reason = part_problem(tmp_path, name, **part).partition(f"{tmp_path}/{name} ")
         assert head == "data.train: " and all(fact in reason for fact in facts), reason
-
-
-def test_a_saved_folder_that_lost_a_file_is_refused(saved, tmp_path):
     (saved / "alone" / "data-00001-of-00002.arrow").unlink()
     assert "2 files" in part_problem(tmp_path, "alone") and "state.json" in part_problem(tmp_path, "alone")
-    (tmp_path / "alone" / "state.json").write_text("{")
+    (saved / "alone" / "state.json").write_text("{")
     assert "damaged" in part_problem(tmp_path, "alone")
 
 
@@ -168,14 +160,6 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "shape"), ROWS, ids=lambda value: str(value)[:30])
-def test_the_first_line_tells_the_shape(row: dict[str, object], shape: DataFormat | None, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(f"\ufeff\n  \n{json.dumps(row)}\nnot JSON\n")
-    listed = listed_request(tmp_path / "rows.jsonl", cache_root=tmp_path)
-    assert shape_of_first_row(listed) is shape
-    assert shape is None or refuse_first_row(listed) is shape
-
-
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("as_array", [True, False])
 @pytest.mark.parametrize(("row", "shape"), ROWS, ids=lambda value: str(value)[:30])
@@ -183,13 +167,14 @@ def test_the_first_row_of_a_json_file_tells_the_shape_and_its_rows_are_counted(r
     other = {**row, "note": "é" * 3000}
     text = json.dumps([row, other] if as_array else row, indent=indent)
     (tmp_path / "rows.json").write_text(f"\ufeff\n {text}\n")
-    listed = listed_request(tmp_path / "rows.json", cache_root=tmp_path)
-    assert shape_of_first_row(listed) is shape
+    (tmp_path / "rows.jsonl").write_text(f"\ufeff\n  \n{json.dumps(row)}\nnot JSON\n")
+    of_lines, listed = (listed_request(tmp_path / name, cache_root=tmp_path) for name in ("rows.jsonl", "rows.json"))
+    assert shape_of_first_row(listed) is shape_of_first_row(of_lines) is shape
     if shape is None:
         with pytest.raises(InputError, match=r"in the columns of .*rows\.json: title"):
             refuse_first_row(listed)
     else:
-        assert refuse_first_row(listed) is shape
+        assert refuse_first_row(listed) is refuse_first_row(of_lines) is shape
     if as_array and indent is None:
         assert row_sizes(listed) == RowSizes(2, len(json.dumps(other)))
 
@@ -208,36 +193,30 @@ def test_the_number_of_rows_is_estimated_from_lines_at_places_all_over_the_files
 
 
 def test_rows_that_are_no_lines_are_not_sampled(tmp_path):
-    contents = {"rows.json": "[]", "rows.jsonl.gz": ""}
-    for name, text in contents.items():
+    contents = {"rows.json": b"[]", "rows.jsonl.gz": gzip.compress(b'{"text": "a"}\n')}
+    for name, content in contents.items():
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()
-        content = (text or json.dumps({"text": "a"}) + "\n").encode()
-        (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        (folder / name).write_bytes(content)
         assert sampled_row_sizes(listed_request(folder / name, cache_root=tmp_path)) is None
 
 
-@pytest.mark.parametrize("content", ['[{"text": "a"}, {"text": NaN}', '[{"text": "a"', "[1, 2"])
-def test_rows_of_a_damaged_array_are_not_counted(content, tmp_path):
-    (tmp_path / "rows.json").write_text(content)
-    assert row_sizes(listed_request(tmp_path / "rows.json", cache_root=tmp_path)) is None
-
-
-def test_rows_of_an_array_above_the_limit_are_not_counted(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "content", ['[{"text": "a"}, {"text": NaN}', '[{"text": "a"', "[1, 2", json.dumps([{"text": "a" * 10**5}] * 9)]
+)
+def test_rows_of_a_damaged_array_or_one_above_the_limit_are_not_counted(content, tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "_LARGEST_ARRAY", 100)
-    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps([{"text": "a" * 10**5}] * 9).encode()))
+    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(content.encode()))
     assert row_sizes(listed_request(tmp_path / "rows.json.gz", cache_root=tmp_path)) is None
 
 
-def test_a_header_tells_the_shape(tmp_path: Path) -> None:
-    tables = {
-        "a.csv": "id;prompt;completion\n1;a;b\n",
-        "b.tsv": "prompt\tcompletion\n",
-        "c.csv": '"prompt","completion"\n',
-    }
-    for name, content in tables.items():
+def test_a_header_tells_the_shape_and_a_character_that_is_cut_is_no_fault(tmp_path: Path) -> None:
+    tables = {"a.csv": "id;prompt;completion\n1;a;b\n", "b.tsv": "prompt\tcompletion\n"}
+    for name, content in (tables | {"c.csv": '"prompt","completion"\n'}).items():
         (tmp_path / name).write_text(content)
         assert shape_of_first_row(listed_request(tmp_path / name, cache_root=tmp_path)) is DataFormat.PROMPT_COMPLETION
+    (tmp_path / "text.txt").write_text("a" * 4095 + LETTER[-2])
+    refuse_first_row(listed_request(tmp_path / "text.txt", cache_root=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -295,11 +274,6 @@ def test_a_file_in_another_encoding_is_refused_with_the_command_that_converts_it
     subprocess.run(["sh", "-c", command], check=True)
     assert (tmp_path / f"utf8-{name}").read_text() == text
     refuse_first_row(listed_request(tmp_path / f"utf8-{name}", cache_root=tmp_path))
-
-
-def test_a_character_at_the_end_of_what_is_read_is_no_fault(tmp_path):
-    (tmp_path / "text.txt").write_text("a" * 4095 + LETTER[-2])
-    refuse_first_row(listed_request(tmp_path / "text.txt", cache_root=tmp_path))
 
 
 def test_the_standard_library_is_its_own_modules_and_one_without_sources_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Models, data sets and uploads on a hub that runs here: a real server, asked by the real library."""
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,18 +116,14 @@ def ask(home: Path, *questions: Question, endpoint: str = NO_HUB, **environment:
 
 
 def downloaded(home: Path) -> set[str]:
-    """Paths of files in the snapshots of the cache."""
     return {path.relative_to(home).as_posix().split("/", 4)[4] for path in home.rglob("snapshots/*/**/*.*")}
 
 
-def test_a_plan_downloads_the_small_files_only(tmp_path, hub):
+def test_a_plan_downloads_the_small_files_only_and_training_the_weights_once_and_nothing_pickled(tmp_path, hub):
     ((code, model_path, tokenizer_path, *rest),) = ask(tmp_path, model(name="org/model"), endpoint=hub.url)
     assert (code, model_path, rest) == (0, "org/model", [COMMIT, True])
     assert str(tokenizer_path).endswith(COMMIT)
     assert downloaded(tmp_path) == {"config.json", "tokenizer.json"}
-
-
-def test_training_downloads_the_weights_and_nothing_pickled_or_twice(tmp_path, hub):
     wanted = model(name="org/model", with_weights=True)
     (first,) = ask(tmp_path, wanted, endpoint=hub.url)
     assert (first[0], first[-1]) == (0, False) and str(first[1]).endswith(COMMIT)
@@ -182,7 +179,6 @@ READER, READS_PARTS = "hf_readerreaderreader", "hf_partspartsparts"  # tokens th
 
 
 def fine_grained(kind: str, name: str, right: str) -> dict[str, Any]:
-    """A token whose rights are listed."""
     scoped = [{"entity": {"type": kind, "name": name}, "permissions": [right]}]
     return login(role="fineGrained", fineGrained={"scoped": scoped})
 
@@ -225,14 +221,12 @@ def test_each_refusal_is_said_before_anything_is_made_with_the_next_step(tmp_pat
     assert hub.files == REPOSITORIES
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
+def test_a_hub_that_cannot_be_reached_is_one_line_and_a_cache_that_cannot_be_written_is_named(tmp_path, hub):
     ((code, error),) = ask(tmp_path, rows("org/rows"))
     assert (code, len(error.splitlines())) == (4, 1)
     for fact in ("data.train: org/rows", str(tmp_path / "hub"), "reached", "name a local folder"):
         assert fact in error
-
-
-def test_a_cache_that_cannot_be_written_is_named_with_the_reason(tmp_path, hub):
+    shutil.rmtree(tmp_path / "hub", ignore_errors=True)
     (tmp_path / "hub").write_text("a file")
     for code, error in ask(tmp_path, rows("org/rows"), rows("org/plain"), endpoint=hub.url):
         assert code == 4 and str(tmp_path / "hub") in error and "reached" not in error
@@ -261,6 +255,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("is_public", [True, False])
 def test_a_folder_goes_up_whole_into_a_new_repository(is_public, hub, folder, tmp_path):
+    assert ask(tmp_path / "home", push("ann/cats"), endpoint=hub.url) == [[0, ""]]
+    assert hub.repositories == {} and {"GET /api/whoami-v2", "GET /api/models/ann/cats"} <= set(hub.requests)
+    assert all(request.startswith("GET ") for request in hub.requests), "asking makes nothing"
     answers = ask(tmp_path / "home", push("ann/cats", folder, is_public=is_public), endpoint=hub.url)
     assert answers == [[0, f"{hub.url}/ann/cats"]]
     assert hub.files["ann/cats"] == {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -268,20 +265,10 @@ def test_a_folder_goes_up_whole_into_a_new_repository(is_public, hub, folder, tm
     assert not any(TOKEN.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_asking_makes_nothing(hub, tmp_path):
-    assert ask(tmp_path, push("ann/cats"), endpoint=hub.url) == [[0, ""]]
-    assert hub.repositories == {}
-    assert {"GET /api/whoami-v2", "GET /api/models/ann/cats"} <= set(hub.requests)
-    assert all(request.startswith("GET ") for request in hub.requests)
-
-
-def test_a_fine_grained_token_may_write_what_it_names(hub, folder, tmp_path):
+def test_a_fine_grained_token_may_write_what_it_names_and_an_upload_that_fails_has_a_remedy(hub, folder, tmp_path):
     hub.logins[TOKEN] = fine_grained("model", "ann/cats", "repo.write")
     answers = ask(tmp_path, *(push(name, folder) for name in ("ann/cats", "ann/dogs")), endpoint=hub.url)
     assert [code for code, _ in answers] == [0, 4]
-
-
-def test_an_upload_that_fails_says_where_the_export_is_and_how_to_go_on(hub, folder, tmp_path):
     hub.refuses["POST /api/models/ann/cats/commit"] = 403
     ((code, error),) = ask(tmp_path, push("ann/cats", folder), endpoint=hub.url)
-    assert code == 4 and f"hf upload ann/cats {folder} ." in error
+    assert code == 4 and f"hf upload ann/cats {folder} ." in error, "where the export is and how to go on"

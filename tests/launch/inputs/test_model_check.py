@@ -21,7 +21,6 @@ from shardwise.trainer.spec.strategy import Method, Quant
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> dict[str, str]:
-    """The environment of every job here."""
     return {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "HOME": str(tmp_path_factory.mktemp("home"))}
 
 

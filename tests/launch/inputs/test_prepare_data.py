@@ -54,6 +54,10 @@ def test_what_was_prepared_is_found_without_starting_anything(request_of, text):
     profile, _ = prepare(request)
     assert find(request) == profile
     assert prepare(request, python="/no/such/python") == (profile, [])
+    for name in ("tokens.bin", "starts.bin", "profile.json", "train_rows.npy"):
+        Path(profile.cache_dir, name).unlink()
+        assert find(request) is None
+        assert prepare(request)[0] == profile, "made again"
 
 
 @pytest.mark.parametrize("change", ["content", "size", "time", "place", "another file", "a setting", "a weight"])
@@ -98,6 +102,10 @@ def test_a_touched_file_is_read_and_not_tokenised(request_of, text):
     assert find(request_of(text)) is None
     now, lines = prepare(request_of(text))
     assert now == then and not [line for line in lines if "tokenis" in line]
+    now_ns = time.time_ns()
+    os.utime(text, ns=(now_ns, now_ns))
+    prepare(request_of(text))
+    assert find(request_of(text)) is None, "it may still be changing"
 
 
 def rewrite_unseen(path):
@@ -124,22 +132,7 @@ def test_a_change_of_the_tokenizer_is_not_overlooked(request_of, text, tmp_path,
     assert find(request) is None
 
 
-def test_a_file_that_may_still_be_changing_is_not_indexed(request_of, text):
-    now_ns = time.time_ns()
-    os.utime(text, ns=(now_ns, now_ns))
-    prepare(request_of(text))
-    assert find(request_of(text)) is None
-
-
-@pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "profile.json", "train_rows.npy"])
-def test_a_removed_cache_is_not_found(request_of, text, name):
-    profile, _ = prepare(request_of(text))
-    Path(profile.cache_dir, name).unlink()
-    assert find(request_of(text)) is None
-    assert prepare(request_of(text))[0] == profile
-
-
-def test_a_problem_with_the_data_is_an_input_error_with_its_lines(request_of, tmp_path):
+def test_a_problem_with_the_data_has_its_lines_and_a_lost_tokenizer_or_cache_is_named(request_of, text, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n' * 50 + "{}\n")
     with pytest.raises(InputError) as caught:
@@ -147,14 +140,11 @@ def test_a_problem_with_the_data_is_an_input_error_with_its_lines(request_of, tm
     assert "1 of 51 rows" in str(caught.value) and f"{path}:51: " in str(caught.value)
     with pytest.raises(InputError, match=r"data\.bad_rows_max"):
         prepare(request_of(path, bad_rows=BadRows.SKIP))
-
-
-def test_a_tokenizer_that_is_gone_or_a_cache_that_cannot_be_written_is_named(request_of, text, tmp_path):
     with pytest.raises(InputError, match=f"model.tokenizer: {tmp_path}/gone"):
         find(replace(list_files(request_of(text)), tokenizer=f"{tmp_path}/gone"))
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(EnvironmentFaultError, match=f"{tmp_path}/cache.*Not a directory"):
-        prepare(request_of(text))
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(EnvironmentFaultError, match=f"{tmp_path}/taken.*Not a directory"):
+        prepare(request_of(text, cache_root=tmp_path / "taken"))
 
 
 def start_preparing(folder):
@@ -195,7 +185,6 @@ def test_the_subprocess_does_not_outlive_its_parent_and_leaves_no_half_cache(tmp
 
 
 def preparations_of(folder):
-    """Processes that prepare data of this test."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -210,8 +199,6 @@ HUB = "hf://datasets/org/rows@{}/a.jsonl"
 PROFILE = replace(
     estimate_data(num_bytes=10**6, seq_len=8, vocab_size=300, eval_share=None, window_bytes=10**5), fingerprint="then"
 )
-
-
 CHANGES = [
     (FILES[:1], [replace(FILES[0], size_bytes=7)], ("0.jsonl of 100 bytes", "0.jsonl of 7 bytes")),
     (FILES[:1], [replace(FILES[0], mtime_ns=10**18 + 10**9)], ("01:46:40", "01:46:41")),
@@ -235,14 +222,6 @@ def test_a_file_that_changed_is_refused_with_both_values(tmp_path, then, now, fa
     with pytest.raises(InputError) as caught:
         refuse_other_stream(tmp_path / "run", data, PROFILE)
     assert [fact for fact in ("--resume", f"{tmp_path}/run", *facts) if fact not in str(caught.value)] == []
-
-
-def test_the_standard_library_is_prepared_from_its_name(request_of):
-    profile, _ = prepare(request_of("python-stdlib", eval_share=0.01, vocab_size=512, seq_len=128))
-    assert profile.num_tokens > 1_000_000
-    assert 0 < profile.eval_unigram_entropy_nats < 7
-    assert profile.skipped_rows == 0
-    assert find(request_of("python-stdlib", eval_share=0.01, vocab_size=512, seq_len=128)) == profile
 
 
 def test_what_is_counted_of_a_stream_is_said_to_be_of_its_first_window():

@@ -47,7 +47,7 @@ def test_a_copy_holds_the_files_and_no_links(source, tmp_path):
     assert plan.model_path == str(source), "the plan names what was trained, not the copy"
 
 
-def test_a_copy_that_was_cut_off_is_made_anew(source, tmp_path):
+def test_a_copy_that_was_cut_off_is_made_anew_and_one_of_a_source_that_changed_has_another_place(source, tmp_path):
     plan = with_stages(plan_for(source, Stage.MODEL), tmp_path / "scratch")
     place = Path(plan.place_of(str(source)))
     half = place.with_name(f".{place.name}.part")
@@ -55,21 +55,15 @@ def test_a_copy_that_was_cut_off_is_made_anew(source, tmp_path):
     (half / "model.safetensors").write_text("half")
     copy_staged(plan.staged, on_progress=print)
     assert (place / "model.safetensors").read_text() == "model.safetensors" * 100 and not half.exists()
-
-
-def test_a_source_that_changed_has_another_place(source, tmp_path):
     before = with_stages(plan_for(source, Stage.DATA), tmp_path / "scratch").staged
     os.utime(source / "config.json", ns=(1, 1))
     assert with_stages(plan_for(source, Stage.DATA), tmp_path / "scratch").staged != before
     assert list(before) == [str(source.parent)]
 
 
-def test_without_a_scratch_folder_the_job_is_refused(source):
+def test_without_a_scratch_folder_the_job_is_refused_and_a_disk_without_room_is_named_with_both_sizes(source, tmp_path):
     with pytest.raises(InputError, match=r"slurm\.stage: .*folders: \{scratch: "):
         with_stages(plan_for(source, Stage.MODEL), None)
-
-
-def test_a_disk_without_room_is_named_with_both_sizes(source, tmp_path):
     (source / "weights.bin").write_bytes(bytes(300 << 10))
     with mounted_disk(tmp_path / "small", "256k") as disk:
         plan = with_stages(plan_for(source, Stage.MODEL), disk)

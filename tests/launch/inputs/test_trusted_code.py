@@ -53,7 +53,7 @@ def code_in(folder: Path) -> ModelCode | None:
     return trusted_code.read_model_code(job, read_model_config(job))
 
 
-def test_the_named_files_and_what_they_import_are_hashed_and_nothing_else(tmp_path, monkeypatch):
+def test_the_named_files_and_what_they_import_also_in_packages_are_hashed_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setenv(MARKER, str(tmp_path / "marker"))
     folder = write_custom_model(tmp_path / "tiny", has_weights=False)
     code = code_in(folder)
@@ -61,10 +61,6 @@ def test_the_named_files_and_what_they_import_are_hashed_and_nothing_else(tmp_pa
     assert code.files == {name: sha256((folder / name).read_bytes()).hexdigest() for name in RUNS}
     assert (code.repository, code.revision, code.folder) == (str(folder), None, str(folder))
     assert not (tmp_path / "marker").exists()
-
-
-def test_packages_are_followed(tmp_path):
-    folder = write_custom_model(tmp_path / "tiny", has_weights=False)
     (folder / "parts" / "deep").mkdir(parents=True)
     (folder / "tiny_layers.py").write_text("from .parts import one\nfrom .parts.deep.two import x\n")
     (folder / "parts" / "__init__.py").write_text("")
@@ -83,10 +79,8 @@ def test_a_job_that_trusts_nothing_has_no_code_and_is_told_what_there_is(tmp_pat
     model = read_model_config(job)
     assert trusted_code.read_model_code(job, model) is None
     assert trusted_code.offered_code(job, model.config) == str(folder)
-    assert (
-        trusted_code.offered_code(job, {**model.config, "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}})
-        is None
-    )
+    no_model = {**model.config, "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}
+    assert trusted_code.offered_code(job, no_model) is None
 
 
 def named(model_class: str) -> dict[str, dict[str, str]]:
@@ -189,9 +183,8 @@ def asked(folder: Path) -> list[str]:
 def test_what_cannot_be_had_stops_the_run_with_its_words(tmp_path, monkeypatch, offline, num_asked):
     if offline:
         monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-    python = fake_python(
-        tmp_path, "echo noise >&2; echo 'attention: it cannot' >&2; echo 'do this' >&2; echo >&2; exit 4"
-    )
+    refuses = "echo noise >&2; echo 'attention: it cannot' >&2; echo 'do this' >&2; echo >&2; exit 4"
+    python = fake_python(tmp_path, refuses)
     with pytest.raises(EnvironmentFaultError, match=r"^attention: it cannot\ndo this$"):
         trusted_code.fetch_flash_kernel(plan_with(KERNEL), on_progress=lambda _: None, python=python)
     assert len(asked(tmp_path)) == num_asked

@@ -1,7 +1,6 @@
 """YAML as people mean it, and one line with its place for whatever is wrong."""
 
 import re
-import sys
 
 import pytest
 import yaml
@@ -62,16 +61,7 @@ def test_a_missing_file_a_folder_and_other_bytes_are_one_line(tmp_path):
             read_yaml_file(path)
 
 
-def test_pyyaml_takes_all_that_python_can_print_for_text():
-    """So that printable text needs no search for what is none."""
-    printable = "".join(character for character in map(chr, range(sys.maxunicode + 1)) if character.isprintable())
-    assert yaml.reader.Reader.NON_PRINTABLE.search(printable) is None
-    assert read_yaml('"\u00a0\u2028"', origin="") == "\u00a0\u2028", "text that Python does not print"
-
-
 PLAIN = st.text(st.characters(codec="utf-8"), max_size=20)
-
-
 VALUES_OF_A_LINE = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | PLAIN,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(PLAIN, inner, max_size=3),

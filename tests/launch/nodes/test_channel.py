@@ -31,7 +31,6 @@ def server(tmp_path: Path):
 
 @pytest.fixture
 def call(server, tmp_path):
-    """Greets the server as the agent of a machine."""
     channels: list[nodes.Channel] = []
 
     def greet(rank: int, *, token: str | None = None, address: str = "127.0.0.1") -> nodes.Channel:
@@ -129,17 +128,20 @@ def test_the_port_is_open_on_the_interface_that_is_used_alone(tmp_path):
         assert server.own_address == "127.0.0.2"
 
 
-def test_a_second_agent_of_a_rank_is_refused(server, call):
+def test_a_second_agent_of_a_rank_and_a_second_server_of_a_port_are_refused(server, call, tmp_path):
     call(1)
     poll_until(server, lambda: 1 in server.nodes)
     (refusal,) = poll_until(server, call(1).receive)
     assert isinstance(refusal, nodes.Bye) and refusal.exit_code == 2
     assert "node 1 is n1" in refusal.text and "--node-rank" in refusal.text
+    with pytest.raises(EnvironmentFaultError, match=f"port {server.port} .*HOST:PORT"):
+        nodes.NodeServer(tmp_path / "other", num_nodes=2, port=server.port, on_line=print)
+    server.close()
+    assert not nodes.nodes_path(tmp_path).exists()
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_lost_machine_is_named_and_may_come_back_before_its_loss_was_noticed(server, call, comes_back):
-    """As one that lost its power and was started again at once."""
     lost = call(1)
     poll_until(server, lambda: 1 in server.nodes)
     lost.close()
@@ -164,13 +166,6 @@ def test_machines_that_do_not_come_are_named_and_ranks_meet_where_the_others_rea
     assert nodes.head_address(server.nodes) == "10.0.0.5"
     server.dismiss(0, only=1)
     assert nodes.head_address(server.nodes) == "127.0.0.1"
-
-
-def test_a_port_that_is_taken_is_an_environment_fault_and_the_file_goes_with_the_server(server, tmp_path):
-    with pytest.raises(EnvironmentFaultError, match=f"port {server.port} .*HOST:PORT"):
-        nodes.NodeServer(tmp_path / "other", num_nodes=2, port=server.port, on_line=print)
-    server.close()
-    assert not nodes.nodes_path(tmp_path).exists()
 
 
 def test_an_agent_without_a_supervisor_names_the_missing_file_or_the_port_it_cannot_reach(tmp_path):

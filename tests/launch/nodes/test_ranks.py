@@ -12,20 +12,8 @@ from network_factory import port_that_drops
 from workplace_factory import wait_for
 
 from shardwise.launch.attempt.supervisor import StopRequest
+from shardwise.launch.nodes import channel
 from shardwise.launch.nodes.agent import head_refusal
-from shardwise.launch.nodes.channel import (
-    Channel,
-    Command,
-    Ended,
-    FromAgent,
-    FromSupervisor,
-    Hello,
-    Listening,
-    Node,
-    NodeServer,
-    Order,
-    Start,
-)
 from shardwise.launch.nodes.ranks import Cluster, ClusterRanks, Step
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode
 
@@ -60,12 +48,15 @@ def test_a_running_step_has_no_failure_and_can_be_ended(tmp_path):
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[tuple[ClusterRanks, Channel, int]]:
+def started(tmp_path: Path) -> Iterator[tuple[ClusterRanks, channel.Channel, int]]:
     """The ranks of attempt 2 on one machine, the end of its channel there, and the port of the supervisor."""
     here, there = socket.socketpair()
-    agent, hello = Channel(there, FromSupervisor), Hello(node_rank=0, host="n0", address="127.0.0.1")
-    with NodeServer(tmp_path, num_nodes=1, on_line=print) as server:
-        server.nodes[0] = Node(hello, Channel(here, FromAgent), "127.0.0.1")
+    agent, hello = (
+        channel.Channel(there, channel.FromSupervisor),
+        channel.Hello(node_rank=0, host="n0", address="127.0.0.1"),
+    )
+    with channel.NodeServer(tmp_path, num_nodes=1, on_line=print) as server:
+        server.nodes[0] = channel.Node(hello, channel.Channel(here, channel.FromAgent), "127.0.0.1")
 
         def start_step(attempt_dir: Path) -> Step:
             return Step(["true"], environment=os.environ, log=attempt_dir / "logs" / "agents.log")
@@ -80,9 +71,9 @@ def started(tmp_path: Path) -> Iterator[tuple[ClusterRanks, Channel, int]]:
 def test_the_end_of_an_attempt_is_not_that_of_the_next(started, tmp_path):
     """A machine's message on the attempt before may come late."""
     ranks, agent, _ = started
-    agent.send(Ended(attempt_dir=str(tmp_path / "1"), return_code=1))
+    agent.send(channel.Ended(attempt_dir=str(tmp_path / "1"), return_code=1))
     assert ranks.poll() is None
-    agent.send(Ended(attempt_dir=str(tmp_path / "2"), return_code=7))
+    agent.send(channel.Ended(attempt_dir=str(tmp_path / "2"), return_code=7))
     assert ranks.poll() == 7
 
 
@@ -91,18 +82,18 @@ def test_every_machine_tries_the_launcher_of_rank_0_once_it_listens_and_one_that
 ):
     ranks, agent, open_port = started
     (start,) = agent.receive(60)
-    assert isinstance(start, Start)
-    agent.send(Listening(attempt_dir=str(tmp_path / "1")))  # late, of the attempt before
+    assert isinstance(start, channel.Start)
+    agent.send(channel.Listening(attempt_dir=str(tmp_path / "1")))  # late, of the attempt before
     assert ranks.poll() is None and agent.receive(0.1) == []
-    agent.send(Listening(attempt_dir=start.attempt_dir))
-    assert ranks.poll() is None and agent.receive(60) == [Command(order=Order.TRY_HEAD)]
+    agent.send(channel.Listening(attempt_dir=start.attempt_dir))
+    assert ranks.poll() is None and agent.receive(60) == [channel.Command(order=channel.Order.TRY_HEAD)]
     with port_that_drops() as (address, port):
-        dropped = Start(attempt_dir=start.attempt_dir, head=address, port=port, cache=start.cache)
+        dropped = channel.Start(attempt_dir=start.attempt_dir, head=address, port=port, cache=start.cache)
         refusal = head_refusal(dropped, range(8, 16), limit_s=0.4)
     assert refusal is not None
-    agent.send(Ended(attempt_dir=start.attempt_dir, refusal=refusal, exit_code=int(ExitCode.ENVIRONMENT)))
+    agent.send(channel.Ended(attempt_dir=start.attempt_dir, refusal=refusal, exit_code=int(ExitCode.ENVIRONMENT)))
     match = f"n0: ranks 8 to 15 cannot reach rank 0 at {address} port {port}: timed out\n.*sudo iptables"
     with pytest.raises(EnvironmentFaultError, match=match):
         ranks.poll()
-    reached = Start(attempt_dir=start.attempt_dir, head="127.0.0.1", port=open_port, cache=start.cache)
+    reached = channel.Start(attempt_dir=start.attempt_dir, head="127.0.0.1", port=open_port, cache=start.cache)
     assert head_refusal(reached, range(8, 16), limit_s=60) is None

@@ -10,13 +10,7 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from report_factory import calibration_of, make_report, record_of
 
-from shardwise.launch.plan.calibration_store import (
-    MAX_RECORDS,
-    append_calibration,
-    read_calibration,
-    record_of_run,
-    store_measurements,
-)
+from shardwise.launch.plan import calibration_store as store
 from shardwise.trainer.planning.planner import context_of
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
@@ -38,19 +32,19 @@ def plan_on(hardware: Hardware, *, torch: str = "2.13.0", **facts: object) -> Pl
 
 
 def retained(plan: Plan, **facts: Any) -> CalibrationRecord:
-    record = record_of_run(make_report(), plan, now=NOON, **facts)
+    record = store.record_of_run(make_report(), plan, now=NOON, **facts)
     assert record is not None
     return record
 
 
 def test_a_finished_run_is_found_again_under_its_key_with_what_it_may_be_compared_with(tmp_path: Path):
     for hardware, torch in ((CPU, "2.13.0"), (GPU, "2.13.0"), (GPU, "2.11.0")):
-        append_calibration(tmp_path / "state", retained(plan_on(hardware, torch=torch)), on_line=print)
-    (found,) = read_calibration(tmp_path / "state", GPU, torch="2.11.0").records
+        store.append_calibration(tmp_path / "state", retained(plan_on(hardware, torch=torch)), on_line=print)
+    (found,) = store.read_calibration(tmp_path / "state", GPU, torch="2.11.0").records
     assert (found.device, found.driver, found.torch) == ("H200", "580.1", "2.11.0")
     assert (found.measured_peak_bytes, found.measured_step_s) == (25 * MIB, 0.8)
     assert found.finished_at == "2030-01-02T12:00:00+00:00"
-    (found,) = read_calibration(tmp_path / "state", CPU, torch="2.13.0").records
+    (found,) = store.read_calibration(tmp_path / "state", CPU, torch="2.13.0").records
     assert (found.shardwise, found.source, found.rates) == ("0.2", RecordSource.RUN, RatesSource.DATASHEET)
     assert (found.sharding, found.precision, found.num_ranks) == (Sharding.NONE, Precision.FP32, 1)
     assert (found.model_type, found.num_parameters) == ("llama", plan_on(CPU).model_shape.num_parameters)
@@ -81,17 +75,19 @@ def test_a_line_of_an_earlier_version_is_still_read_and_one_that_cannot_be_is_pa
     }  # fmt: skip
     damaged = b'{"device": "A CP\n{"other": 1}\n'
     (tmp_path / "calibration.jsonl").write_bytes(json.dumps(line).encode() + b"\n" + damaged)
-    append_calibration(tmp_path, retained(plan_on(CPU)), on_line=print)
-    old, new = read_calibration(tmp_path, CPU, torch="2.13.0").records
+    store.append_calibration(tmp_path, retained(plan_on(CPU)), on_line=print)
+    old, new = store.read_calibration(tmp_path, CPU, torch="2.13.0").records
     assert (old.measured_step_s, old.shardwise, old.sharding) == (2.0, None, None)
     assert new == retained(plan_on(CPU))
 
 
 def test_only_the_newest_records_are_read(tmp_path: Path):
-    for number in range(MAX_RECORDS + 3):
-        append_calibration(tmp_path, replace(retained(plan_on(CPU)), measured_peak_bytes=number + 1), on_line=print)
-    found = read_calibration(tmp_path, CPU, torch="2.13.0").records
-    assert [found[0].measured_peak_bytes, found[-1].measured_peak_bytes] == [4, MAX_RECORDS + 3]
+    for number in range(store.MAX_RECORDS + 3):
+        store.append_calibration(
+            tmp_path, replace(retained(plan_on(CPU)), measured_peak_bytes=number + 1), on_line=print
+        )
+    found = store.read_calibration(tmp_path, CPU, torch="2.13.0").records
+    assert [found[0].measured_peak_bytes, found[-1].measured_peak_bytes] == [4, store.MAX_RECORDS + 3]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +100,7 @@ def test_only_a_run_that_finished_on_cores_that_were_free_corrects_plans(tmp_pat
     report, lines = make_report(ending=ending), list[str]()
     speed = replace(report.measured.speed, queued_share=queued)
     report = replace(report, measured=replace(report.measured, speed=speed))
-    store_measurements(tmp_path, report, plan_on(CPU), on_line=lines.append)
-    records = read_calibration(tmp_path, CPU, torch="2.13.0").records
+    store.store_measurements(tmp_path, report, plan_on(CPU), on_line=lines.append)
+    records = store.read_calibration(tmp_path, CPU, torch="2.13.0").records
     assert [record.measured_step_s for record in records] == [0.8] * is_stored
     assert [line for line in lines if "50%" in line] == lines and len(lines) == (queued == 0.5)

@@ -10,24 +10,11 @@ from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
 from workplace_factory import make_workplace
 
-from shardwise.launch.plan.dry_run import (
-    describe_simulation,
-    simulate,
-    simulated_plan,
-    simulated_results,
-    simulation_request,
-)
+from shardwise.launch.plan import dry_run
 from shardwise.launch.plan.gather import make_request, read_inputs
 from shardwise.launch.terminal import Console
+from shardwise.trainer.planning import simulated
 from shardwise.trainer.planning.planner import context_of
-from shardwise.trainer.planning.simulated import (
-    Simulated,
-    compiled_memory,
-    eager_candidate,
-    obstacle_to_dry_run,
-    plan_of_simulated,
-    simulated_memory,
-)
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
@@ -41,13 +28,13 @@ TINY = SimulationRequest(model_config=TINY_LLAMA, seq_len=64)
 
 
 def test_a_request_goes_out_and_its_answer_or_one_line_on_what_is_wrong_comes_back() -> None:
-    simulation = simulate(TINY)
+    simulation = dry_run.simulate(TINY)
     assert sum(simulation.parts.values()) == simulation.peak_allocated_bytes
     assert sum(group.num_bytes for group in simulation.live) == simulation.peak_allocated_bytes
     assert "attention: flash" in simulation.checks
     assert simulation.versions["torch"]
     with pytest.raises(InputError, match=r"llama.*65.*4") as raised:
-        simulate(replace(TINY, model_config={**TINY_LLAMA, "hidden_size": 65}))
+        dry_run.simulate(replace(TINY, model_config={**TINY_LLAMA, "hidden_size": 65}))
     assert "\n" not in str(raised.value)
 
 
@@ -56,7 +43,7 @@ def test_the_request_is_what_the_candidate_says() -> None:
         Sharding.FSDP, num_ranks=8, precision=Precision.BF16_MIXED, kind=DeviceKind.CUDA, method=Method.LORA,
         job=Job(train=TrainJob(lora=LoraJob(rank=4))), checkpointing=Checkpointing.FULL, attention=Attention.FLASH,
     )  # fmt: skip
-    request = simulation_request(plan)
+    request = dry_run.simulation_request(plan)
     assert request.attention is Attention.SDPA  # flash-attn has no dry run
     assert (request.lora.rank, request.method, request.sharding) == (4, Method.LORA, Sharding.FSDP)
     assert (request.num_ranks, request.device_name) == (8, "NVIDIA H100")
@@ -85,7 +72,7 @@ def test_each_event_and_part_is_compared_without_the_workspaces_that_no_dry_run_
     memory, simulation = plan.chosen.memory, simulation_like(plan, factor=0.8)
     between = {"block_backward_middle": simulation.peak_allocated_bytes, "new_event": GIB}
     simulation = replace(simulation, events={**between, **simulation.events}, parts={"weights": 2 * GIB})
-    rows = {line[:24].rstrip(): line[24:].split() for line in describe_simulation(simulation, memory)}
+    rows = {line[:24].rstrip(): line[24:].split() for line in dry_run.describe_simulation(simulation, memory)}
     same = memory.events.keys() - {"block_backward_top"}
     assert {rows[name][-1] for name in (*same, "peak")} == {"-20.00%"} and "load" in same
     expected = memory.events["block_backward_top"] - memory.parts["workspace"]
@@ -103,7 +90,7 @@ def test_each_event_and_part_is_compared_without_the_workspaces_that_no_dry_run_
 def test_bytes_that_are_the_closed_forms_need_what_the_closed_form_needs(model, machine):
     plan = plan_of(model, machine)
     simulation = simulation_like(plan)
-    memory = simulated_memory(context_of(plan), plan.chosen, simulation)
+    memory = simulated.simulated_memory(context_of(plan), plan.chosen, simulation)
     expected = plan.chosen.memory
     assert (memory.need_bytes, memory.events) == (expected.need_bytes, expected.events)
     assert memory.peak_allocated_bytes == expected.peak_allocated_bytes == sum(memory.parts.values())
@@ -111,11 +98,11 @@ def test_bytes_that_are_the_closed_forms_need_what_the_closed_form_needs(model, 
     workspace = expected.parts["workspace"]
     assert memory.peak_reserved_bytes == simulation.expandable_reserved_bytes + workspace
     plain = replace(plan, hardware=replace(plan.hardware, can_expand_segments=False))
-    memory = simulated_memory(context_of(plain), plan.chosen, simulation)
+    memory = simulated.simulated_memory(context_of(plain), plan.chosen, simulation)
     assert memory.peak_reserved_bytes == simulation.peak_reserved_bytes + workspace
     most = 2 * simulation.peak_allocated_bytes
     between = replace(simulation, events={**simulation.events, "clip": most})  # counts with the event before it
-    memory = simulated_memory(context_of(plan), plan.chosen, between)
+    memory = simulated.simulated_memory(context_of(plan), plan.chosen, between)
     assert memory.events["optimizer_step"] == most + workspace
     assert memory.need_bytes > 1.5 * expected.peak_allocated_bytes
 
@@ -127,20 +114,20 @@ def described(plan: Plan) -> Plan:
 
 def test_only_an_unknown_architecture_takes_its_memory_from_the_dry_run():
     known = plan_of("1b", "1xRTX-4090")
-    memory = simulated_memory(context_of(known), known.chosen, simulation_like(known, factor=0.9))
+    memory = simulated.simulated_memory(context_of(known), known.chosen, simulation_like(known, factor=0.9))
     for plan, expected in ((known, known.chosen.memory), (described(known), memory)):
-        taken = plan_of_simulated(plan, Simulated(candidate=plan.chosen, memory=memory), [])
+        taken = simulated.plan_of_simulated(plan, simulated.Simulated(candidate=plan.chosen, memory=memory), [])
         assert taken.chosen.memory == expected and taken.fallbacks == plan.fallbacks
         assert any("no closed form" in note for note in taken.notes) == plan.model_shape.is_described
 
 
-def as_predicted(candidate: Candidate) -> Simulated:
-    return Simulated(candidate=candidate, memory=candidate.memory)
+def as_predicted(candidate: Candidate) -> simulated.Simulated:
+    return simulated.Simulated(candidate=candidate, memory=candidate.memory)
 
 
 def test_a_fallback_that_is_taken_leaves_the_ones_behind_it_and_another_candidate_has_its_own():
     plan = plan_of("1b", "1xRTX-4090")
-    decided = plan_of_simulated(plan, as_predicted(plan.fallbacks[1]), [as_predicted(plan.chosen)])
+    decided = simulated.plan_of_simulated(plan, as_predicted(plan.fallbacks[1]), [as_predicted(plan.chosen)])
     assert decided.chosen == replace(plan.fallbacks[1], reasons=decided.chosen.reasons)
     assert f"micro batch {decided.chosen.micro_batch}: " in decided.chosen.reasons[2]
     assert decided.fallbacks == plan.fallbacks[2:]
@@ -148,7 +135,7 @@ def test_a_fallback_that_is_taken_leaves_the_ones_behind_it_and_another_candidat
     assert any(plan.chosen.strategy.name in note and "micro batch" in note for note in decided.notes)
     plan = plan_of("1b", "8xH100-SXM5-80GB")
     other = next(each for each in plan.candidates if each.strategy.sharding is not plan.chosen.strategy.sharding)
-    decided = plan_of_simulated(plan, as_predicted(other), [as_predicted(plan.chosen)])
+    decided = simulated.plan_of_simulated(plan, as_predicted(other), [as_predicted(plan.chosen)])
     assert decided.chosen.strategy == other.strategy and decided.fallbacks != plan.fallbacks
     assert all(each.strategy != plan.chosen.strategy for each in decided.candidates)
     (rejection,) = [each for each in decided.rejections if each.strategy == plan.chosen.strategy.name]
@@ -162,25 +149,25 @@ def test_a_fallback_that_is_taken_leaves_the_ones_behind_it_and_another_candidat
 def test_what_a_dry_run_cannot_run_is_named(change, fact):
     plan = plan_of("tiny", "8xH100-SXM5-80GB")
     candidate = replace(plan.chosen, strategy=replace(plan.chosen.strategy, **change))
-    obstacle = obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=False)
+    obstacle = simulated.obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=False)
     assert obstacle is None if fact is None else fact in (obstacle or "")
 
 
 def test_a_plan_without_a_dry_run_stays_as_it_is_and_says_so(capsys):
     plan = plan_of("tiny", "1xRTX-4090")
     plan = replace(plan, candidates=(replace(plan.chosen, checkpointing=Checkpointing.SELECTIVE),))
-    taken, (line,) = simulated_plan(plan, Console())
+    taken, (line,) = dry_run.simulated_plan(plan, Console())
     assert taken == plan and "checkpointing selective" in line
     with pytest.raises(InputError, match=r"llama.*checkpointing selective"):
-        simulated_plan(replace(described(plan), fallbacks=()), Console())
+        dry_run.simulated_plan(replace(described(plan), fallbacks=()), Console())
 
 
 def test_a_dpo_job_is_run_as_pairs_against_its_reference_and_agrees_with_the_closed_form(capsys):
     job = job_of(method=Method.LORA, pin={"micro_batch": 2, "sharding": "none"}, seq_len=512, tokens_per_step=2048)
     data = data_of(seq_len=512, format=DataFormat.PREFERENCE, is_packed=False)
     plan = plan_of("tiny", "1xH100-SXM5-80GB", job=job, data=data)
-    assert simulation_request(plan).rows_per_example == 2
-    taken, lines = simulated_plan(plan, Console())
+    assert dry_run.simulation_request(plan).rows_per_example == 2
+    taken, lines = dry_run.simulated_plan(plan, Console())
     assert taken.chosen.method is Method.LORA
     differences = {line[:24].strip(): line.split()[-1] for line in lines if line.endswith("%")}
     assert abs(float(differences["peak"].removesuffix("%"))) < 1
@@ -190,14 +177,14 @@ def test_a_dpo_job_is_run_as_pairs_against_its_reference_and_agrees_with_the_clo
 def test_a_compiled_candidate_is_dry_run_eagerly_and_needs_less_by_what_compilation_saves():
     plan = plan_of("1b", "1xRTX-4090", pin={"compile": True, "sharding": Sharding.NONE})
     context, compiled = context_of(plan), plan.chosen
-    eager = eager_candidate(context, compiled)
+    eager = simulated.eager_candidate(context, compiled)
     assert not eager.compile and eager.memory.need_bytes > compiled.memory.need_bytes
-    assert obstacle_to_dry_run(compiled, plan.model_shape, is_cpu=False) is None
-    same = compiled_memory(eager.memory, eager.memory, compiled.memory)
+    assert simulated.obstacle_to_dry_run(compiled, plan.model_shape, is_cpu=False) is None
+    same = simulated.compiled_memory(eager.memory, eager.memory, compiled.memory)
     assert (same.need_bytes, same.events) == (compiled.memory.need_bytes, compiled.memory.events)
     assert sum(same.parts.values()) == same.peak_allocated_bytes
     more = replace(eager.memory, need_bytes=eager.memory.need_bytes + GIB)
-    assert compiled_memory(more, eager.memory, compiled.memory).need_bytes == compiled.memory.need_bytes + GIB
+    assert simulated.compiled_memory(more, eager.memory, compiled.memory).need_bytes == compiled.memory.need_bytes + GIB
 
 
 def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
@@ -205,7 +192,7 @@ def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
     hardware = replace(plan.hardware, vram_cap_bytes=100 * MIB)
     small = replace(plan, hardware=hardware, candidates=(plan.chosen,), fallbacks=())
     other = replace(plan, candidates=(replace(plan.chosen, checkpointing=Checkpointing.SELECTIVE),))
-    answers, lines = simulated_results([("small", small), ("other", other)], Console())
+    answers, lines = dry_run.simulated_results([("small", small), ("other", other)], Console())
     error = str(dict(answers)["small"])
     assert isinstance(dict(answers)["small"], NothingFitsError)
     assert re.match(r".* needs .*; 100 MiB .*\n", error) and "would fit with shorter" in error

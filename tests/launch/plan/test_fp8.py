@@ -153,7 +153,6 @@ def test_it_is_timed_where_that_decides(hardware: Hardware, facts, gain: Fp8Gain
 
 
 def test_where_no_device_answers_it_is_a_line_and_fp8_is_not_taken(tmp_path: Path) -> None:
-    """The real process, which finds no CUDA device."""
     plan, stream = plan_of("1b", card(), **ALLOWED), io.StringIO()
     gain = fp8.fp8_gain_for(plan, cache=tmp_path, console=Console(stream))
     begins, ends = stream.getvalue().splitlines()

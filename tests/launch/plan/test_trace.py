@@ -34,12 +34,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 def read(
-    workplace: Workplace,
-    config: dict[str, object],
-    *settings: str,
-    needs_costs: bool = True,
+    workplace: Workplace, config: dict[str, object], *settings: str, needs_costs: bool = True,
     traced: ModelShape | None = None,
-) -> PlanInputs:
+) -> PlanInputs:  # fmt: skip
     (workplace.folder / "model" / "config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workplace.folder)

@@ -47,16 +47,17 @@ def test_a_row_of_a_quota_is_read_as_what_is_free(text, limits):
     assert (found and (found.free_bytes, found.free_files)) == limits
 
 
-def test_a_folder_lies_in_the_lowest_mount_above_it():
+def test_a_folder_lies_in_the_lowest_mount_above_it_whose_kind_decides_if_times_of_change_are_relied_on(place):
     mounts = parse_mountinfo(MOUNTS)
-    for path, source in (
-        ("/scratch/fast/me", "fast"),
-        ("/scratch/me", "10.0.0.1@o2ib:/scratch"),
-        ("/home/me", "nas2:/export/home"),
-        ("/scratchy", "/dev/sda1"),
-    ):
+    sources = {"/scratch/fast/me": "fast", "/scratch/me": "10.0.0.1@o2ib:/scratch", "/scratchy": "/dev/sda1"}
+    for path, source in (sources | {"/home/me": "nas2:/export/home"}).items():
         assert disks.mount_of(Path(path), mounts).source == source
     assert disks.mount_of(Path("/x"), ()) is None
+    folder, _, root = place
+    for filesystem in ("ext4", "nfs4", "tmpfs", "vfat", "fuse.sshfs"):
+        mounted(root, filesystem)
+        assert disks.keeps_change_times([folder], root=root) is (filesystem not in ("vfat", "fuse.sshfs"))
+    assert not disks.keeps_change_times([folder, root], root=root)  # of the other nothing is known
 
 
 @pytest.fixture
@@ -88,28 +89,17 @@ def program(root: Path, name: str, script: str) -> None:
     (root / "bin" / name).chmod(0o755)
 
 
-def test_a_time_of_change_is_relied_on_where_the_kernel_keeps_it(place):
-    folder, _, root = place
-    for filesystem in ("ext4", "nfs4", "tmpfs", "vfat", "fuse.sshfs"):
-        mounted(root, filesystem)
-        assert disks.keeps_change_times([folder], root=root) is (filesystem not in ("vfat", "fuse.sshfs"))
-    assert not disks.keeps_change_times([folder, root], root=root)  # of the other nothing is known
-
-
 def test_lustre_has_quotas_of_user_group_and_project(place):
     folder, environment, root = place
     point = mounted(root, "lustre")
-    program(
-        root,
-        "lfs",
-        f"""case "$*" in
+    answers = f"""case "$*" in
     "project -d {folder}") echo "  4711 P {folder}" ;;
     "quota -q -u {os.getuid()} {point}") echo "  {point} 100 0 300 - 5 0 50 -" ;;
     "quota -q -g {os.getegid()} {point}") echo "  {point} 100 0 0 - 5 0 0 -" ;;
     "quota -q -p 4711 {point}") echo "  {point} 100 0 200 - 5 0 0 -" ;;
     *) echo "$*" >&2; exit 9 ;;
-esac""",
-    )
+esac"""
+    program(root, "lfs", answers)
     user, group, project = disks.read_quotas(folder, environment, root=root)
     assert (user.free_bytes, user.free_files) == (200 * KIB, 45)
     assert (group.free_bytes, group.free_files) == (None, None)
@@ -120,10 +110,7 @@ def test_quota_covers_the_user_and_the_group_of_new_files(place):
     folder, environment, root = place
     point = mounted(root, "nfs4")
     header = "     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace"
-    program(
-        root,
-        "quota",
-        f"""case "$*" in
+    answers = f"""case "$*" in
     "-u -w -p --show-mntpoint --hide-device -f {point}")
         printf '%s\\n' "Disk quotas for user me (uid 1):" "{header}" "{point} 1500* 1000 2000 1700000000 5 0 0 0"
         exit 1 ;;
@@ -131,8 +118,8 @@ def test_quota_covers_the_user_and_the_group_of_new_files(place):
         printf '%s\\n' "Disk quotas for group a (gid 99999):" "{header}" "{point} 1 2 3 0 5 0 0 0"
         printf '%s\\n' "Disk quotas for group b (gid {os.getegid()}):" "{header}" "{point} 1 0 0 0 5 0 9 0" ;;
     *) exit 9 ;;
-esac""",
-    )
+esac"""
+    program(root, "quota", answers)
     user, group = disks.read_quotas(folder, environment, root=root)
     assert (user.free_bytes, user.free_files, user.whose) == (500 * KIB, None, "your user's quota")
     assert (group.free_bytes, group.free_files, group.whose) == (None, 4, "your group's quota")

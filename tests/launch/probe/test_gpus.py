@@ -6,7 +6,7 @@ import pytest
 from captured_machine import Machine, lay_out
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 
-from shardwise.launch.probe.gpus import read_gpus, select_gpus, visible_devices, visible_gpus
+from shardwise.launch.probe.gpus import read_gpus, select_gpus, visible_gpus
 from shardwise.launch.probe.machine import describe_hardware, read_hardware
 from shardwise.trainer.planning.device import device_of
 from shardwise.trainer.spec.errors import InputError
@@ -19,7 +19,6 @@ def read(machine, **changes):
 
 
 def change_nvidia_smi(machine, old, new):
-    """Changes one case of the stand-in."""
     program = machine.programs / "nvidia-smi"
     assert old in program.read_text()
     program.write_text(program.read_text().replace(old, new))
@@ -30,12 +29,8 @@ def test_a_card_whose_display_uses_memory_needs_one_more_run(tmp_path):
     machine.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "1\n")
     (gpu,) = read(machine).gpus
     assert gpu.numa_node == 1
-    assert [(process.name, process.memory_bytes) for process in gpu.processes] == [
-        ("ollama", 318 * MIB),
-        ("Xorg", 512 * MIB),
-        ("gnome-shell", 187 * MIB),
-        ("...rack-uuid=3190708988185955192", 296 * MIB),
-    ]
+    used = {"ollama": 318, "Xorg": 512, "gnome-shell": 187, "...rack-uuid=3190708988185955192": 296}
+    assert [(process.name, process.memory_bytes // MIB) for process in gpu.processes] == [*used.items()]
     assert len(machine.smi_runs()) == 3
     machine.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "-1\n")
     script = r'cat query-gpu.csv; printf "Unable to determine the device handle \\377\n"; exit 15'
@@ -46,32 +41,23 @@ def test_a_card_whose_display_uses_memory_needs_one_more_run(tmp_path):
     assert "Unable to determine the device handle" in note, "one dead card among good ones"
 
 
-def test_several_idle_cards_need_only_the_runs_for_their_links(tmp_path):
-    machine = lay_out(tmp_path, "nvlink_8x_h100")
-    findings = read(machine)
-    assert (len(findings.gpus), len(findings.links)) == (8, 28)
-    assert [gpu.numa_node for gpu in findings.gpus] == [0] * 4 + [1] * 4
-    runs = [run.split("=")[0] for run in machine.smi_runs()]
-    assert runs == ["--query-compute-apps", "--query-gpu", "nvlink -s", "topo -m", "topo -p2p r"]
-
-
-def test_mig_slices_are_devices_numbered_after_the_cards(tmp_path):
+def test_mig_slices_are_devices_numbered_after_the_cards_also_of_several(tmp_path):
     machine = lay_out(tmp_path, "mig_a100")
     findings, card = read(machine), "NVIDIA A100-SXM4-40GB"
     slices = [f"{card} MIG {profile}" for profile in ("3g.20gb", "2g.10gb", "1c.2g.10gb")]
     assert [(gpu.index, gpu.name) for gpu in findings.gpus] == list(enumerate((card, *slices), 1))
     assert [gpu.is_mig_on for gpu in findings.gpus] == [False, True, True, True] and findings.excluded == ()
+    _, first, second, instance = findings.gpus
+    assert (first.spec_name, first.uuid) == ("A100-SXM4-40GB-MIG-3g.20gb", "MIG-0f7a2c9e-1b3d-5e84-a6c0-4d92e8f1b357")
+    assert (first.memory_bytes, first.free_bytes) == (19968 * MIB, 19943 * MIB)
+    assert (second.free_bytes, instance.spec_name) == ((9856 - 4211) * MIB, None), "of a compute instance: not known"
     change_nvidia_smi(machine, "exec cat list.txt", "echo 'GPU 0: x (UUID: y)'; exit")
     findings = read(machine)
     assert [gpu.index for gpu in findings.gpus] == [1] and "MIG" in findings.excluded[0], "no slice was made"
-
-
-def test_slices_of_several_cards_have_different_numbers(tmp_path):
-    machine = lay_out(tmp_path, "mig_a100")
+    machine = lay_out(tmp_path / "several", "mig_a100")
     change_nvidia_smi(machine, "exec cat query-gpu.csv", "sed s/Disabled/Enabled/ query-gpu.csv; exit")
-    change_nvidia_smi(
-        machine, "exec cat list.txt", "cat list.txt; echo '  MIG 1g.5gb Device 0: (UUID: MIG-second)'; exit"
-    )
+    second = "cat list.txt; echo '  MIG 1g.5gb Device 0: (UUID: MIG-second)'; exit"
+    change_nvidia_smi(machine, "exec cat list.txt", second)
     row = "|  1    7   0   0  |   25MiB / 4864MiB  | 14      0 |  1   0    0    0    0 |"
     change_nvidia_smi(machine, "exec cat table.txt", f"cat table.txt; echo '{row}'; exit")
     findings = read(machine)
@@ -276,9 +262,3 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(setting, seen):
     assert bool(sentences) is (len(seen) < 3)
     if seen == [0]:
         assert f"CUDA_VISIBLE_DEVICES={setting}" in sentences[0] and "GPUs 1 and 2" in sentences[0]
-
-
-def test_processes_are_given_cards_by_uuid():
-    assert visible_devices([make_gpu(2), make_gpu(0)]) == "GPU-2aaa,GPU-0aaa"
-    assert visible_devices([make_gpu(3, uuid=None)]) == "3"
-    assert visible_devices([]) == ""

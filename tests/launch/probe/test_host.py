@@ -95,15 +95,6 @@ def test_disks_are_local_writable_and_each_once(text, points):
     assert [disk.mount_point for disk in disks] == points
 
 
-def test_slurm_is_a_login_node_a_job_or_nothing():
-    assert probe.slurm_environment({}, has_sbatch=False) is None
-    assert probe.slurm_environment({"SLURM_NNODES": "3"}, has_sbatch=True) == SlurmEnvironment(has_sbatch=True)
-    job = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    expected = SlurmEnvironment(has_sbatch=True, job_id="17", num_nodes=2, node_list="node[1-2]")
-    assert probe.slurm_environment(job, has_sbatch=True) == expected
-    assert probe.slurm_environment({**job, "SLURM_JOB_NUM_NODES": "1"}, has_sbatch=False).num_nodes == 1
-
-
 @pytest.mark.parametrize(
     ("environment", "memory", "cores"),
     [
@@ -117,30 +108,6 @@ def test_slurm_is_a_login_node_a_job_or_nothing():
 def test_slurm_reports_the_memory_and_cores_of_a_job(environment, memory, cores):
     assert probe.slurm_memory_bytes(environment) == memory
     assert probe.slurm_num_cores(environment) == cores
-
-
-def test_a_container_with_its_own_namespace_sees_its_limits_at_the_top(tmp_path):
-    stat = f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB}"
-    memory = {"max": 8 * GIB, "current": 3 * GIB, "stat": stat}
-    files = {"memory": memory, "cpu": {"max": "250000 100000"}, "cpuset.cpus": {"effective": "0-3"}}
-    assert limits_of(tmp_path, "0::/\n", V2_MOUNT, files) == probe.CgroupLimits(
-        memory_bytes=8 * GIB, available_bytes=7 * GIB, num_cores=2.5, cores=frozenset({0, 1, 2, 3})
-    )
-
-
-def test_the_tightest_of_nested_groups_binds(tmp_path):
-    pod = "kubepods.slice/pod7.slice"
-    files = {
-        f"{pod}/cri-1.scope/memory": {"max": "max"},
-        f"{pod}/cri-1.scope/cpu": {"max": "400000 100000"},
-        f"{pod}/cri-1.scope/cpuset.cpus": {"effective": "4-7"},
-        f"{pod}/memory": {"max": 16 * GIB, "current": GIB},
-        f"{pod}/cpu": {"max": "200000 100000"},
-        "kubepods.slice/memory": {"max": 60 * GIB, "current": 50 * GIB},  # the neighbours have filled it
-    }
-    assert limits_of(tmp_path, f"0::/{pod}/cri-1.scope\n", V2_MOUNT, files) == probe.CgroupLimits(
-        memory_bytes=16 * GIB, available_bytes=10 * GIB, num_cores=2, cores=frozenset({4, 5, 6, 7})
-    )
 
 
 @pytest.mark.parametrize(
@@ -159,20 +126,48 @@ def test_the_memory_of_a_group_is_bounded_by_each_of_its_limits(tmp_path, path, 
     assert (limits.memory_bytes, limits.available_bytes) == expected
 
 
-def test_slurm_on_version_1_limits_the_step(tmp_path):
-    job = "slurm/uid_1000/job_42"
-    stat = f"total_inactive_file {GIB}\ntotal_active_file 0"
-    files = {
-        f"memory/{job}/step_0/memory": {"limit_in_bytes": 32 * GIB, "usage_in_bytes": 4 * GIB, "stat": stat},
-        f"memory/{job}/memory": {"limit_in_bytes": 33 * GIB, "usage_in_bytes": 4 * GIB},
-        "memory/memory": {"limit_in_bytes": NO_LIMIT_V1.strip()},
-        f"cpu,cpuacct/{job}/step_0/cpu": {"cfs_quota_us": 250000, "cfs_period_us": 100000},
-        f"cpuset/{job}/step_0/cpuset": {"cpus": "2-5"},
-    }
-    groups = f"5:memory:/{job}/step_0\n4:cpu,cpuacct:/{job}/step_0\n3:cpuset:/{job}/step_0\n1:name=systemd:/{job}\n"
-    assert limits_of(tmp_path, groups, V1_MOUNTS, files) == probe.CgroupLimits(
-        memory_bytes=32 * GIB, available_bytes=29 * GIB, num_cores=2.5, cores=frozenset({2, 3, 4, 5})
-    )
+POD, STEP = "kubepods.slice/pod7.slice", "slurm/uid_1000/job_42/step_0"
+CGROUPS = {
+    "a container with its own namespace sees its limits at the top": (
+        "0::/\n", V2_MOUNT,
+        {
+            "memory": {
+                "max": 8 * GIB, "current": 3 * GIB, "stat": f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB}",
+            },
+            "cpu": {"max": "250000 100000"}, "cpuset.cpus": {"effective": "0-3"},
+        },
+        (8 * GIB, 7 * GIB, 2.5, range(4)),
+    ),
+    "the tightest of nested groups binds": (
+        f"0::/{POD}/cri-1.scope\n", V2_MOUNT,
+        {
+            f"{POD}/cri-1.scope/memory": {"max": "max"}, f"{POD}/cri-1.scope/cpu": {"max": "400000 100000"},
+            f"{POD}/cri-1.scope/cpuset.cpus": {"effective": "4-7"}, f"{POD}/cpu": {"max": "200000 100000"},
+            f"{POD}/memory": {"max": 16 * GIB, "current": GIB},
+            "kubepods.slice/memory": {"max": 60 * GIB, "current": 50 * GIB},  # the neighbours have filled it
+        },
+        (16 * GIB, 10 * GIB, 2, range(4, 8)),
+    ),
+    "Slurm on version 1 limits the step": (
+        f"5:memory:/{STEP}\n4:cpu,cpuacct:/{STEP}\n3:cpuset:/{STEP}\n1:name=systemd:/slurm\n", V1_MOUNTS,
+        {
+            f"memory/{STEP}/memory": {
+                "limit_in_bytes": 32 * GIB, "usage_in_bytes": 4 * GIB, "stat": f"total_inactive_file {GIB}",
+            },
+            f"memory/{STEP[:-7]}/memory": {"limit_in_bytes": 33 * GIB, "usage_in_bytes": 4 * GIB},
+            "memory/memory": {"limit_in_bytes": NO_LIMIT_V1.strip()},
+            f"cpu,cpuacct/{STEP}/cpu": {"cfs_quota_us": 250000, "cfs_period_us": 100000},
+            f"cpuset/{STEP}/cpuset": {"cpus": "2-5"},
+        },
+        (32 * GIB, 29 * GIB, 2.5, range(2, 6)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "mounts", "files", "expected"), CGROUPS.values(), ids=CGROUPS)
+def test_limits_are_those_of_the_groups_of_a_process(tmp_path, groups, mounts, files, expected):
+    found = limits_of(tmp_path, groups, mounts, files)
+    assert (found.memory_bytes, found.available_bytes, found.num_cores, found.cores) == (*expected[:3], {*expected[3]})
 
 
 @pytest.mark.parametrize(
@@ -209,7 +204,7 @@ def test_cores_are_the_least_of_affinity_cpuset_quota_and_slurm(affinity, limits
     assert probe.count_cores(set(affinity), limits, slurm) == cores
 
 
-def test_the_memory_of_the_host_is_the_cgroups(tmp_path):
+def test_the_memory_of_the_host_is_the_cgroups_or_the_grant_of_slurm_within_the_machine(tmp_path):
     machine = lay_out(tmp_path, "rtx4090_desktop")
     machine.write("proc/self/cgroup", "0::/job\n")
     machine.write("sys/fs/cgroup/job/memory.max", f"{16 * GIB}\n")
@@ -226,19 +221,12 @@ def test_the_memory_of_the_host_is_the_cgroups(tmp_path):
     assert (in_job.ram_bytes, in_job.ram_available_bytes) == (8 * GIB, 8 * GIB)
     assert host_ram.usable_ram(host) == 14 * GIB, "a grant is what it is"
     assert host_ram.usable_ram(in_job) == host_ram.pinnable_ram(in_job) == 8 * GIB
-    assert host_ram.usable_ram(free) == 3310188 * KIB * 15 // 16, (
-        "what is measured, and not more than the system spares"
-    )
-
-
-def test_a_grant_of_more_than_the_machine_has_left_is_bounded_by_the_machine(tmp_path):
-    machine = lay_out(tmp_path, "rtx4090_desktop")
+    assert host_ram.usable_ram(free) == 3310188 * KIB * 15 // 16, "of what is measured, what the system spares"
+    machine = lay_out(tmp_path / "whole", "rtx4090_desktop")
     alone = probe.read_host(root=machine.root, environment={})
-    total = alone.ram_bytes // MIB
-    granted = probe.read_host(
-        root=machine.root, environment={"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": f"{total - 1}"}
-    )
-    assert host_ram.usable_ram(granted) == host_ram.usable_ram(alone) < alone.ram_available_bytes
+    job = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": f"{alone.ram_bytes // MIB - 1}"}
+    granted = probe.read_host(root=machine.root, environment=job)
+    assert host_ram.usable_ram(granted) == host_ram.usable_ram(alone) < alone.ram_available_bytes, "more than is left"
     assert host_ram.pinnable_ram(granted) == int(0.9 * alone.ram_bytes)
 
 

@@ -85,19 +85,10 @@ def test_the_subprocess_gets_the_device_and_the_cores(stand_in, hardware, device
     assert measure.measure_device(hardware, module="stand_in") == Measurement(rates=MeasuredRates(memory_bytes_per_s=7))
 
 
-@pytest.mark.parametrize(
-    ("body", "fact"),
-    [
-        ("import no_such_library\n", "No module named 'no_such_library'"),
-        ("", "nothing"),
-        ("os.kill(os.getpid(), 11)\n", "code -11"),
-    ],
-    ids=["raises", "silent", "killed"],
-)
-def test_a_subprocess_that_fails_is_a_note(stand_in, body, fact):
-    stand_in.write_text(HEAD + body)
+def test_a_subprocess_that_fails_is_a_note(stand_in):
+    stand_in.write_text(HEAD + "import no_such_library\n")
     found = measure.measure_device(ONE_CPU, module="stand_in")
-    assert found.rates == MeasuredRates() and fact in only_note(found)
+    assert found.rates == MeasuredRates() and "No module named 'no_such_library'" in only_note(found)
 
 
 def test_a_subprocess_over_its_time_limit_keeps_its_result(stand_in):

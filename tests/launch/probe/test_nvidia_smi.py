@@ -18,7 +18,6 @@ def rows_of(machine):
 
 
 def links_of(machine):
-    """Between each two cards."""
     links = nvidia_smi.build_links(
         [row.gpu for row in rows_of(machine)],
         nvidia_smi.parse_topology(captured(machine, "topo.txt")),
@@ -53,6 +52,8 @@ def test_ecc_mig_compute_mode_and_narrow_slots_are_read():
     assert row.gpu.spec_name == "RTX-4060Ti-16GB", "its memory distinguishes it"
     assert [row.gpu.is_mig_on for row in rows_of("mig_a100")] == [True, False]
     assert [row.is_prohibited for row in rows_of("mixed_models")] == [False, False, False, True]
+    older = "GPU 3: A100-SXM4-40GB (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-GPU-1/7/0)\n"
+    assert [(one.gpu_index, one.uuid) for one in nvidia_smi.parse_mig_slices(older)] == [(3, "MIG-GPU-1/7/0")]
     narrow = rows_of("pcie_2x_rtx3090")[1]
     assert (narrow.gpu.pcie_width, narrow.pcie_max_width) == (8, 16)
 
@@ -83,22 +84,6 @@ def test_compute_processes_are_grouped_by_card():
         GpuProcess(pid=1403377, name="python3.11", memory_bytes=68210 * MIB),
         GpuProcess(pid=1403378, name=None, memory_bytes=1024 * MIB),
     )
-
-
-def test_slices_become_devices_of_their_own():
-    parent = rows_of("mig_a100")[0].gpu
-    slices = nvidia_smi.parse_mig_slices(captured("mig_a100", "list.txt"))
-    older = "GPU 3: A100-SXM4-40GB (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-GPU-1/7/0)\n"
-    assert [(one.gpu_index, one.uuid) for one in nvidia_smi.parse_mig_slices(older)] == [(3, "MIG-GPU-1/7/0")]
-    memory = nvidia_smi.parse_mig_memory(captured("mig_a100", "table.txt"))
-    first, second, third = nvidia_smi.mig_gpus(parent, slices, memory, first_index=2)
-    assert (first.index, first.name) == (2, "NVIDIA A100-SXM4-40GB MIG 3g.20gb")
-    assert first.uuid == "MIG-0f7a2c9e-1b3d-5e84-a6c0-4d92e8f1b357"
-    rows = [f"A100-SXM4-40GB-MIG-{profile}" for profile in ("3g.20gb", "2g.10gb")]
-    assert [gpu.spec_name for gpu in (first, second, third)] == [*rows, None]  # a compute instance: an unknown part
-    assert (first.memory_bytes, first.free_bytes) == (19968 * MIB, 19943 * MIB)
-    assert (second.index, second.free_bytes) == (3, (9856 - 4211) * MIB)
-    assert nvidia_smi.mig_gpus(parent, slices, {}, first_index=2) == ()
 
 
 def test_links_have_their_kind_their_number_and_the_rate_of_the_narrower_slot():

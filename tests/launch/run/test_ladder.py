@@ -46,13 +46,21 @@ def test_what_is_no_rung_is_answered_with_what_would_be(text, fact):
         ladder.parse_steps(text)
 
 
-def test_the_default_rungs_compute_in_what_the_card_has():
+def test_the_default_rungs_compute_in_what_the_card_has_which_limits_itself_and_a_cpu_is_capped():
     newest, old = ladder.default_steps(machine("1xRTX-4090")), ladder.default_steps(machine("1xT4"))
     names = "fp32 bf16-mixed full sdpa flash chunked adamw_8bit lora qlora"
     assert [step.name for step in newest] == names.split() and old[1].name == "fp16-mixed"
     unknown = machine("1xT4")
     unknown = replace(unknown, gpus=tuple(replace(gpu, compute_capability=None) for gpu in unknown.gpus))
     assert ladder.default_steps(unknown)[1].name == "bf16-mixed"
+    plan, here = plan_of("tiny", "1xCPU"), machine("1xCPU")
+    held = ladder.held_to(plan, here)
+    assert held.hardware.vram_cap_bytes == held.chosen.memory.usable_bytes == device_of(here).usable_bytes
+    here = machine("1xRTX-4090")
+    held = ladder.held_to(plan_of("tiny", "8xH100-SXM5-80GB"), here)
+    assert held.hardware == here
+    assert held.chosen.memory.usable_bytes == device_of(here).usable_bytes < 24 * GIB
+    assert len(held.candidates) == 1
 
 
 def ran(name: str, *, peak: int, predicted: int, step_s: float | None = 1.0) -> ladder.StepResult:
@@ -92,17 +100,6 @@ def test_a_change_is_against_the_last_rung_that_ran_and_one_out_of_memory_has_it
     assert [row["rung"] for row in read] == ["fp32", "bf16-mixed", "flash", "full", "lora"]
     assert [read[place]["peak_bytes"] for place in (0, 3)] == ["", str(100 * MIB)]
     assert read[3]["settings"] == "pin.checkpointing=full"
-
-
-def test_a_cpu_is_capped_at_what_is_usable_and_a_card_limits_itself():
-    plan, here = plan_of("tiny", "1xCPU"), machine("1xCPU")
-    held = ladder.held_to(plan, here)
-    assert held.hardware.vram_cap_bytes == held.chosen.memory.usable_bytes == device_of(here).usable_bytes
-    here = machine("1xRTX-4090")
-    held = ladder.held_to(plan_of("tiny", "8xH100-SXM5-80GB"), here)
-    assert held.hardware == here
-    assert held.chosen.memory.usable_bytes == device_of(here).usable_bytes < 24 * GIB
-    assert len(held.candidates) == 1
 
 
 def test_the_table_as_text():

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from outcome_file import FAULTS
+from planted_texts import planted
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_attempt, write_start, write_submission
 from typed_command import typed
@@ -23,7 +24,6 @@ from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, JOBS_FILE, Submission
 from shardwise.trainer.spec.report import Sample
-from shardwise.trainer.spec.value import Value
 
 FILES = (
     "plan.json", "report.json", "metrics.jsonl", FILE_NAME, JOBS_FILE, CHAIN_FILE, LOCK, CANCEL_FLAG, "wandb.json",
@@ -116,30 +116,6 @@ def test_a_file_that_is_no_file_is_never_waited_for(run_dir, capsys, kind, every
     assert not failures
 
 
-def _poisoned(value: Value) -> Any:
-    """The value as JSON, with `EVIL` in each text that may be anything."""
-    tree = json.loads(msgspec.json.encode(value))
-    is_free: dict[str, bool] = {}  # by key: text, not the name of a member of an enum
-
-    def poison(node: Any, name: str) -> None:
-        for key, part in list(node.items() if isinstance(node, dict) else enumerate(node)):
-            known = name if isinstance(node, list) else key
-            if isinstance(part, dict | list):
-                poison(part, known)
-            elif isinstance(part, str) and is_free.get(known, True):
-                node[key] = part + EVIL
-                if known not in is_free:
-                    try:
-                        msgspec.convert(tree, type(value))
-                        is_free[known] = True
-                    except (msgspec.ValidationError, ValueError):
-                        is_free[known], node[key] = False, part
-
-    poison(tree, "")
-    msgspec.convert(tree, type(value))
-    return tree
-
-
 def test_no_text_of_a_file_reaches_a_terminal_as_a_command(run_dir, capsys):
     plan = tiny_plan(notes=("a note",), fallbacks=())
     plan = msgspec.structs.replace(plan, candidates=plan.candidates[:1], rejections=plan.rejections[:2])
@@ -150,7 +126,7 @@ def test_no_text_of_a_file_reaches_a_terminal_as_a_command(run_dir, capsys):
     submission = msgspec.structs.replace(submission, overrides=("a=1",))
     values = {"plan.json": plan, "attempts/1/plan.json": plan, "report.json": report, FILE_NAME: submission}
     for name, value in values.items():
-        (run_dir / name).write_text(json.dumps(_poisoned(value)))
+        (run_dir / name).write_text(json.dumps(planted(value, lambda old: None if old is None else old + EVIL)))
     rows = [{**row, "gpu_throttle": EVIL, "attempt": 1} for row in step_rows()]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run_dir / "attempts/1/status.json").write_text(json.dumps({"phase": EVIL, "step": 3}))

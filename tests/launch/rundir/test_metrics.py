@@ -29,12 +29,6 @@ def test_a_line_that_is_half_written_or_damaged_is_left_out_by_every_reader(tmp_
     assert (first_step(path, 2), first_step(path, 3)) == (2, None)
 
 
-def test_a_file_that_is_not_there_is_empty(tmp_path: Path):
-    path = tmp_path / "none.jsonl"
-    assert read_steps(path).steps == () and tail_rows(path) == MetricsTail(path).read_new() == []
-    assert last_lines(path, 3) == []
-
-
 def test_the_tail_returns_each_whole_step_once(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     tail = MetricsTail(path)
@@ -59,7 +53,10 @@ def test_only_the_end_of_a_long_file_is_read_and_lines_stay_whole(tmp_path: Path
     path.write_text("aaa\nbbb\nccc\n")
     for limit, num_lines in ((7, 1), (8, 2), (12, 3), (1000, 3)):
         assert tail_lines(path, limit=limit) == ["aaa", "bbb", "ccc"][-num_lines:]
-    assert tail_lines(tmp_path / "none") == []
+    assert tail_lines(tmp_path / "none") == last_lines(tmp_path / "none", 3) == []
+    path.write_text("".join(f"{number} {'x' * 2000}\n" for number in range(100)))
+    assert [line.split()[0] for line in last_lines(path, 60)] == [str(number) for number in range(40, 100)]
+    assert len(last_lines(path, 500)) == 100 and last_lines(path, 0) == [], "however long they are"
 
 
 def test_of_a_long_run_every_spike_score_save_and_skipped_step_is_kept(tmp_path: Path) -> None:
@@ -87,10 +84,3 @@ def test_of_a_long_run_every_spike_score_save_and_skipped_step_is_kept(tmp_path:
     with path.open("a") as stream:
         stream.write('{"step": 60002}\n')
     assert tail.read_new() == [{"step": 60_002}]
-
-
-def test_last_lines_are_found_however_long_they_are(tmp_path: Path):
-    path = tmp_path / "log"
-    path.write_text("".join(f"{number} {'x' * 2000}\n" for number in range(100)))
-    assert [line.split()[0] for line in last_lines(path, 60)] == [str(number) for number in range(40, 100)]
-    assert len(last_lines(path, 500)) == 100 and last_lines(path, 0) == []

@@ -12,11 +12,21 @@ from shardwise.trainer.spec.errors import InputError
 NOON = datetime(2030, 1, 2, 12, 0, 0, tzinfo=UTC)
 
 
-def test_a_new_run_is_named_by_its_utc_time(tmp_path: Path):
+def test_runs_are_named_by_utc_time_attempts_are_numbered_on_and_committed_checkpoints_count(tmp_path: Path):
     made = [run_dir.make_run_dir(tmp_path / "bot", now=NOON).name for _ in range(2)]
     assert made == ["bot-20300102-120000", "bot-20300102-120000-2"]
     assert run_dir.output_base("elsewhere/bot", "job") == Path("elsewhere/bot")
     assert run_dir.output_base(None, "job") == Path("runs/job")
+    for name in ("step-00000003", "step-00000010", "step-00000020", ".tmp-step-00000030-ab"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for name in ("step-00000003", "step-00000010", ".tmp-step-00000030-ab"):
+        (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
+    assert [path.name for path in run_dir.committed_checkpoints(tmp_path)] == ["step-00000003", "step-00000010"]
+    assert run_dir.committed_checkpoints(tmp_path / "none") == []
+    assert run_dir.next_attempt(tmp_path) == 1
+    (tmp_path / "attempts" / "9").mkdir(parents=True)
+    (tmp_path / "attempts" / "10").mkdir()
+    assert run_dir.next_attempt(tmp_path) == 11
 
 
 def test_an_empty_directory_is_used_and_no_file_and_no_used_one_without_resume_or_its_script(tmp_path: Path):
@@ -44,16 +54,3 @@ def test_resume_finds_the_newest_run_of_exactly_this_name(tmp_path: Path):
     for missing in (tmp_path / "other", tmp_path / "missing" / "other"):
         with pytest.raises(InputError, match=str(missing)):
             run_dir.find_run_dir(missing)
-
-
-def test_attempts_are_numbered_on_and_only_committed_checkpoints_count(tmp_path: Path):
-    for name in ("step-00000003", "step-00000010", "step-00000020", ".tmp-step-00000030-ab"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    for name in ("step-00000003", "step-00000010", ".tmp-step-00000030-ab"):
-        (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
-    assert [path.name for path in run_dir.committed_checkpoints(tmp_path)] == ["step-00000003", "step-00000010"]
-    assert run_dir.committed_checkpoints(tmp_path / "none") == []
-    assert run_dir.next_attempt(tmp_path) == 1
-    (tmp_path / "attempts" / "9").mkdir(parents=True)
-    (tmp_path / "attempts" / "10").mkdir()
-    assert run_dir.next_attempt(tmp_path) == 11

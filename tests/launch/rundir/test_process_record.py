@@ -30,24 +30,14 @@ def recorded(process: subprocess.Popen[bytes]) -> ProcessRecord:
 def test_a_recorded_process_is_alive_until_it_ends_collected_or_not(is_collected: bool):
     sleeper = subprocess.Popen(SLEEP)
     record = recorded(sleeper)
+    stale = ProcessRecord(record.pid, record.start_time - 1)  # of another process under the same pid
+    assert not stale.is_alive and not stale.send(signal.SIGKILL) and sleeper.poll() is None
     assert record.is_alive and record.send(signal.SIGKILL)
     if is_collected:
         sleeper.wait()
         assert record_of(sleeper.pid) is None
     wait_for(lambda: not record.is_alive, "its end")  # as a zombie, if nothing has waited for it
     sleeper.wait()
-
-
-def test_another_process_under_the_same_pid_is_not_signalled():
-    sleeper = subprocess.Popen(SLEEP)
-    try:
-        record = recorded(sleeper)
-        stale = ProcessRecord(record.pid, record.start_time - 1)
-        assert not stale.is_alive and not stale.send(signal.SIGKILL)
-        assert sleeper.poll() is None
-    finally:
-        sleeper.kill()
-        sleeper.wait()
 
 
 def test_records_survive_the_file_and_half_written_ones_are_left(tmp_path: Path):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from small_terminal import SmallTerminal
+from small_terminal import SmallTerminal, TerminalStream
 
 from shardwise.launch.show.screen import Outlet, Screen
 from shardwise.launch.show.view import LiveView
@@ -21,21 +21,12 @@ from shardwise.launch.terminal import Console
 TERMINAL = {"TERM": "xterm-256color"}
 
 
-class Shown(io.StringIO):
-    """A stream that claims to be a terminal."""
-
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
 def at(step: int, **more: str) -> LiveView:
     return LiveView(title="run", state="training", step=step, incidents=tuple(more.values()))
 
 
 def test_a_block_is_redrawn_in_place_and_what_is_printed_stays_above():
-    stream = Shown()
+    stream = TerminalStream()
     console = Console(stream)
     console.line("before")
     with suppress(KeyboardInterrupt), Screen(console, TERMINAL).shown() as screen:
@@ -65,10 +56,10 @@ def test_a_block_is_redrawn_in_place_and_what_is_printed_stays_above():
     ],
 )  # fmt: skip
 def test_a_block_is_drawn_where_it_can_be_redrawn(changes, is_terminal, draws):
-    stream = Shown() if is_terminal else io.StringIO()
+    stream = TerminalStream() if is_terminal else io.StringIO()
     screen = Screen(Console(stream), {**TERMINAL, **changes})
     assert screen.is_block is draws
-    assert not Screen(Console(Shown()), {}).is_block, "a terminal without a name is a dumb one"
+    assert not Screen(Console(TerminalStream()), {}).is_block, "a terminal without a name is a dumb one"
     with screen.shown():
         screen.print_line("a line")
         if draws:

@@ -29,14 +29,7 @@ def test_an_attempt_that_was_killed_with_its_supervisor_is_in_the_report_and_its
     assert alive is not None and alive.attempts == 1
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"plan\.json"):
-        read_recorded(tmp_path)
-    with pytest.raises(InputError, match="nowhere"):
-        recorded_runs([tmp_path / "nowhere"])
-
-
-def test_a_finished_run_has_its_plan_report_and_steps(tmp_path: Path) -> None:
+def test_a_finished_run_has_its_plan_report_and_steps_and_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     run = read_recorded(write_run(tmp_path / "bot"))
     assert run.plan == tiny_plan() and run.report == report_for(tiny_plan()) and run.problem is None
     assert len(run.curve) == run.step == run.num_steps == 40 and run.final_loss == 4.5
@@ -44,6 +37,10 @@ def test_a_finished_run_has_its_plan_report_and_steps(tmp_path: Path) -> None:
     failed = report_for(tiny_plan(), ending=Ending.FAILED, attempts=3, step=7)
     run = read_recorded(write_run(tmp_path / "failed", report=failed))
     assert all(fact in state_line(run) for fact in ("failed", "7 of 40", "10.2k tokens", "12 s", "3 attempts"))
+    with pytest.raises(InputError, match=r"plan\.json"):
+        read_recorded(tmp_path)
+    with pytest.raises(InputError, match="nowhere"):
+        recorded_runs([tmp_path / "nowhere"])
 
 
 def test_a_sweep_counts_as_its_points_and_runs_of_one_name_have_their_paths(tmp_path: Path) -> None:

@@ -57,10 +57,8 @@ def test_the_first_steps_of_each_attempt_warm_up() -> None:
 
 def test_shares_of_the_time_and_the_numbers_of_saves_and_skipped_steps() -> None:
     slow = [{**row, "step_s": 100.0} for row in step_rows(range(1, 3))]
-    steps = steps_of(
-        [*slow, *step_rows(range(3, 11), data_s=0.1, wait_s=0.5, padding_share=0.25, gpu_utilization=0.75)]
-    )
-    seen = observed(steps)
+    usual = step_rows(range(3, 11), data_s=0.1, wait_s=0.5, padding_share=0.25, gpu_utilization=0.75)
+    seen = observed(steps_of([*slow, *usual]))
     assert seen.data_share == pytest.approx(0.05) and seen.wait_share == pytest.approx(0.25)
     assert seen.padding_share == 0.25 and seen.idle_share == 0.25 and seen.num_steps == 10
     assert seen.throttle is None and seen.saving_share == 0.0 and seen.num_saves == 0

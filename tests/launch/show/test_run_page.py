@@ -9,17 +9,8 @@ from page_reader import read_page
 from reported_run import measured_figures, report_for, step_rows, tiny_plan, write_point, write_run
 from run_factory import attempt_record
 
+from shardwise.launch.show import run_page as pages
 from shardwise.launch.show.recorded_run import RecordedRun, read_recorded, recorded_runs
-from shardwise.launch.show.run_page import (
-    XAxis,
-    comparison_page,
-    loss_chart,
-    marks_of,
-    memory_chart,
-    on_axis,
-    run_page,
-    settings_table,
-)
 from shardwise.trainer.planning.page.content import LineChart, Page, Quote, Sentence, Table, page_text
 from shardwise.trainer.planning.page.html import pages_html
 from shardwise.trainer.spec.plan import Plan
@@ -40,7 +31,6 @@ def titles(page: Page) -> list[str]:
 
 
 def blocks(page: Page, title: str = "") -> list[object]:
-    """Of the sections whose titles begin so."""
     return [block for section in page.sections if section.title.startswith(title) for block in section.blocks]
 
 
@@ -54,7 +44,7 @@ def table(page: Page, title: str) -> Table:
 
 
 def test_every_section_of_a_finished_run_is_there(tmp_path: Path) -> None:
-    page = run_page(run_of(tmp_path))
+    page = pages.run_page(run_of(tmp_path))
     assert [begin for title, begin in zip(titles(page), SECTIONS, strict=True) if not title.startswith(begin)] == []
     title, *_ = titles(page)
     assert all(fact in title for fact in ("40 of 40", "10.2k tokens", "12 s"))
@@ -77,7 +67,7 @@ def test_incidents_attempts_and_what_would_help_are_there_where_there_are_any(tm
     history = (killed, attempt_record(2, step=40, resumed_from_step=5))
     report = report_for(plan, history=history, attempts=2, incidents=("step 7: killed", "step 9 was skipped"))
     run = run_of(tmp_path, plan=plan, report=replace(report, plan=other), rows=step_rows(data_s=1.0))
-    page = run_page(run)
+    page = pages.run_page(run)
     assert "none/fp32/other" in sentences(page, "the plan")[0], "a fallback that ran in the end is named"
     assert {"what would help", "incidents", "attempts"} <= set(titles(page))
     assert sentences(page, "incidents") == ["step 7: killed", "step 9 was skipped"]
@@ -98,7 +88,7 @@ def test_names_of_any_kind_are_only_text(tmp_path: Path) -> None:
     )  # fmt: skip
     folder = name.replace("/", "")
     run = read_recorded(write_run(tmp_path / folder, plan=plan, report=report, overrides=(name,)))
-    reader = read_page(pages_html([run_page(run)], title=folder))
+    reader = read_page(pages_html([pages.run_page(run)], title=folder))
     assert not {"script", "img", "b"} & set(reader.tags)
     assert not [attribute for attribute, _ in reader.attributes if attribute.startswith("on")]
     assert " ".join(reader.text).count(name) >= 10
@@ -106,18 +96,18 @@ def test_names_of_any_kind_are_only_text(tmp_path: Path) -> None:
 
 def test_the_page_of_a_run_without_a_report_shows_its_progress(tmp_path: Path) -> None:
     run = run_of(tmp_path, has_report=False, rows=step_rows(range(1, 8)))
-    page = run_page(run)
+    page = pages.run_page(run)
     title, *_ = titles(page)
     (loss,) = sentences(page, title)
     assert "7 of 40" in title and "4.8600" in loss
     assert {"predicted and measured", "loss", "throughput", "hardware"} <= set(titles(page))
     assert not {"sample", "verified engine", "incidents"} & set(titles(page))
     (run.run_dir / "metrics.jsonl").write_text("")
-    page = run_page(read_recorded(run.run_dir))
+    page = pages.run_page(read_recorded(run.run_dir))
     assert not {"loss", "throughput", "memory of a device"} & set(titles(page))
     assert [text.partition(":")[0] for text in sentences(page, "time of a step")] == ["predicted"]
     (run.run_dir / "plan.json").write_text("{}")
-    page = run_page(read_recorded(run.run_dir))
+    page = pages.run_page(read_recorded(run.run_dir))
     assert page.title == "bot" and "hardware" not in titles(page)
 
 
@@ -132,7 +122,7 @@ def test_what_happened_stands_on_the_axis(tmp_path: Path) -> None:
     rows = step_rows(range(1, 8))
     rows[2] |= {"skipped": True, "skipped_rows": [1]}
     rows[4] |= {"skipped": True}
-    marks = marks_of(run_of(tmp_path, report=report, rows=rows))
+    marks = pages.marks_of(run_of(tmp_path, report=report, rows=rows))
     for mark, (at, fact) in zip(marks, ((3, "skipped"), (12, "memory"), (30, "step 20")), strict=True):
         assert mark.at == at and fact in mark.text
 
@@ -142,14 +132,14 @@ def test_the_usable_memory_is_drawn_where_it_is_near(tmp_path: Path) -> None:
     assert usable is not None
     for share, names in ((0.1, []), (0.5, ["usable"])):
         run = run_of(tmp_path / str(share), rows=step_rows(memory_peak_bytes=int(share * usable)))
-        assert [each.name for each in memory_chart(run).series] == ["peak allocated", "predicted peak", *names]
+        assert [each.name for each in pages.memory_chart(run).series] == ["peak allocated", "predicted peak", *names]
 
 
 def test_a_smoothed_loss_is_a_line_over_a_faint_one_and_has_no_bias_of_its_start(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": 4.0 + (-1) ** step} for step in range(1, 101)] + [{"step": 101}]
     run = run_of(tmp_path, rows=rows)
-    assert [each.is_faint for each in loss_chart(run).series] == [False, False]
-    measured, _, smooth = loss_chart(run, smoothing=0.9).series
+    assert [each.is_faint for each in pages.loss_chart(run).series] == [False, False]
+    measured, _, smooth = pages.loss_chart(run, smoothing=0.9).series
     assert measured.is_faint and not smooth.is_faint
     heights = [y for _, y in smooth.points]
     assert heights[0] == 3.0 and heights[-1] is None
@@ -179,7 +169,7 @@ def runs(tmp_path: Path) -> tuple[RecordedRun, ...]:
 
 
 def test_each_run_is_a_row_and_the_best_figures_have_a_star(runs: tuple[RecordedRun, ...]) -> None:
-    figures = table(comparison_page(runs), "figures")
+    figures = table(pages.comparison_page(runs), "figures")
     header, slow, quick, going = figures.starred
     named = [dict(zip(header, row, strict=True)) for row in (slow, quick, going)]
     assert [row["run"] for row in named] == ["slow", "quick", "going"]
@@ -191,43 +181,39 @@ def test_each_run_is_a_row_and_the_best_figures_have_a_star(runs: tuple[Recorded
     assert not named[0]["tokens/s"].endswith("*") and not named[0]["strategy"].endswith("*")
 
 
-def test_losses_on_other_data_are_not_compared_and_equal_figures_have_no_best(tmp_path: Path) -> None:
+def test_losses_on_other_data_and_times_of_other_schedules_and_broken_runs_are_not_compared(tmp_path: Path) -> None:
     plan = tiny_plan()
     other = replace(plan, data=replace(plan.data, fingerprint="another"))
     same = recorded_runs([write_run(tmp_path / name, rows=step_rows(data_s=1.0)) for name in ("a", "b")])
-    assert table(comparison_page(same), "figures").best == ()
-    text = page_text(comparison_page(same), width=100)
+    assert table(pages.comparison_page(same), "figures").best == ()
+    text = page_text(pages.comparison_page(same), width=100)
     assert "2 runs" in text.splitlines()[0] and "  a: 50% " in text and "held-out loss\n\n" not in text
     assert max(map(len, text.splitlines())) <= 100
     found = recorded_runs([tmp_path / "a", write_run(tmp_path / "c", plan=other, rows=step_rows(eval_loss=1.0))])
-    page = comparison_page(found)
+    page = pages.comparison_page(found)
     assert not [column for _, column in table(page, "figures").best if column == 3]
     assert "no loss" in " ".join(sentences(page))
-
-
-def test_times_of_other_schedules_and_of_broken_runs_are_not_compared(tmp_path: Path) -> None:
-    plan = tiny_plan()
     longer = replace(plan, schedule=replace(plan.schedule, num_steps=80))
-    write_run(tmp_path / "a", plan=plan, report=faster(plan, 1.0))
-    found = recorded_runs([tmp_path / "a", write_run(tmp_path / "b", plan=longer, report=faster(longer, 2.0))])
-    assert {column for _, column in table(comparison_page(found), "figures").best} == {5}
+    write_run(tmp_path / "usual", plan=plan, report=faster(plan, 1.0))
+    found = recorded_runs([tmp_path / "usual", write_run(tmp_path / "longer", plan=longer, report=faster(longer, 2.0))])
+    assert {column for _, column in table(pages.comparison_page(found), "figures").best} == {5}
     failed = faster(plan, 2.0, ending=Ending.FAILED)
-    found = recorded_runs([tmp_path / "a", write_run(tmp_path / "c", report=failed)])
-    assert {column for _, column in table(comparison_page(found), "figures").best} == {5, 6}
+    found = recorded_runs([tmp_path / "usual", write_run(tmp_path / "failed", report=failed)])
+    assert {column for _, column in table(pages.comparison_page(found), "figures").best} == {5, 6}
 
 
 def test_a_chart_has_the_first_twelve_runs_and_their_number(tmp_path: Path) -> None:
     found = recorded_runs([write_run(tmp_path / f"run-{number}", rows=step_rows([1])) for number in range(13)])
-    loss = blocks(comparison_page(found), "training loss")
+    loss = blocks(pages.comparison_page(found), "training loss")
     assert [len(block.series) for block in loss if isinstance(block, LineChart)] == [12]
-    assert "12 of 13" in " ".join(sentences(comparison_page(found), "training loss"))
+    assert "12 of 13" in " ".join(sentences(pages.comparison_page(found), "training loss"))
 
 
 def test_runs_that_have_not_begun_or_are_damaged_stand_in_the_table(tmp_path: Path) -> None:
     write_point(tmp_path / "queued", ("train.lr=1e-4",))
     whole, damaged = write_run(tmp_path / "<img src=x>"), write_run(tmp_path / "damaged")
     (damaged / "report.json").write_text("{")
-    page = comparison_page(recorded_runs([tmp_path / "queued", whole, damaged]))
+    page = pages.comparison_page(recorded_runs([tmp_path / "queued", whole, damaged]))
     assert [row[1] for row in table(page, "figures").rows[1:]] == ["not begun", "finished", "not ended"]
     assert any(each.startswith("queued: ") for each in sentences(page))
     reader = read_page(pages_html([page], title="t"))
@@ -235,15 +221,8 @@ def test_runs_that_have_not_begun_or_are_damaged_stand_in_the_table(tmp_path: Pa
 
 
 def test_learning_rate_gradients_and_the_use_of_the_device_are_drawn_if_they_are_measured(tmp_path: Path) -> None:
-    further: dict[str, Any] = {
-        "lr": 1e-4,
-        "grad_norm": 0.5,
-        "gpu_utilization": 0.9,
-        "mfu": 0.4,
-        "gpu_power_w": 300,
-        "padding_share": 0,
-    }
-    page = run_page(run_of(tmp_path, rows=step_rows(**further)))
+    rows = step_rows(lr=1e-4, grad_norm=0.5, gpu_utilization=0.9, mfu=0.4, gpu_power_w=300, padding_share=0)
+    page = pages.run_page(run_of(tmp_path, rows=rows))
     drawn = [
         (block.caption, [each.name for each in block.series]) for block in blocks(page) if isinstance(block, LineChart)
     ]
@@ -257,21 +236,21 @@ def test_a_chart_over_steps_is_one_over_tokens_or_time_and_its_marks_move_along(
     rows = [{**row, "tokens": 100 * row["step"], "step_s": 1.0 + row["step"]} for row in step_rows(range(2, 41, 2))]
     rows[9]["skipped"], rows[9]["skipped_rows"] = True, [1]
     run = run_of(tmp_path, rows=rows)
-    chart = loss_chart(run)
-    assert on_axis(chart, run, XAxis.STEPS) == chart and chart.marks[0].at == 20
-    tokens = on_axis(chart, run, XAxis.TOKENS)
-    assert tokens.x_label == "tokens" and [x for x, _ in tokens.series[0].points] == [
-        100.0 * n for n in range(2, 41, 2)
-    ]
-    assert tokens.marks[0].at == 2000 and [y for _, y in tokens.series[0].points] == [
-        y for _, y in chart.series[0].points
-    ]
-    seconds = [x for x, _ in on_axis(chart, run, XAxis.TIME).series[0].points]
+    chart = pages.loss_chart(run)
+    assert pages.on_axis(chart, run, pages.XAxis.STEPS) == chart and chart.marks[0].at == 20
+    tokens = pages.on_axis(chart, run, pages.XAxis.TOKENS)
+    assert tokens.x_label == "tokens" and tokens.marks[0].at == 2000
+    assert tokens.series[0].points == tuple((100.0 * x, y) for x, y in chart.series[0].points)
+    seconds = [x for x, _ in pages.on_axis(chart, run, pages.XAxis.TIME).series[0].points]
     assert seconds[:2] == [2 * 3.0, 2 * 3.0 + 2 * 5.0], "a step without a line took as long as the next one"
     without = read_recorded(write_run(tmp_path / "older"))
-    assert on_axis(loss_chart(without), without, XAxis.TOKENS) == loss_chart(without)
+    assert pages.on_axis(pages.loss_chart(without), without, pages.XAxis.TOKENS) == pages.loss_chart(without)
     labels = [
-        {block.x_label for block in blocks(comparison_page(runs, axis=XAxis.TOKENS)) if isinstance(block, LineChart)}
+        {
+            block.x_label
+            for block in blocks(pages.comparison_page(runs, axis=pages.XAxis.TOKENS))
+            if isinstance(block, LineChart)
+        }
         for runs in ([run, run], [run, without])
     ]
     assert labels == [{"tokens"}, {"step"}], "runs are drawn on an axis that all of them have"
@@ -280,5 +259,5 @@ def test_a_chart_over_steps_is_one_over_tokens_or_time_and_its_marks_move_along(
 def test_settings_that_differ_from_the_defaults_are_listed_beside_them() -> None:
     job = tiny_plan().job
     changed = replace(job, train=replace(job.train, lr=0.25, clip=1.0), log=replace(job.log, tensorboard=True))
-    rows = {row[0]: row[1:] for row in settings_table(changed).rows}
+    rows = {row[0]: row[1:] for row in pages.settings_table(changed).rows}
     assert rows["train.lr"][0] == "0.25" and rows["log.tensorboard"] == ("True", "False") and "train.clip" not in rows

@@ -21,22 +21,15 @@ CURVE = tuple(live.Point(step, 9 * 0.98**step + 4.5) for step in range(1, 151))
 POSITION: dict[str, Any] = {"step": 150, "num_steps": 300, "attempt": 2, "seconds_left": 70.0, "num_skipped": 2}
 LOSSES: dict[str, Any] = {"curve": CURVE, "loss": 4.9513, "eval_loss": 5.1943, "lr": 3e-4}
 ON_A_CARD = live.LiveView(
-    title="tiny-20261122-173000",
-    state="training",
-    **POSITION,
-    **LOSSES,
-    tokens_per_s=6630.0,
-    predicted_tokens_per_s=5840.0,
-    mfu=0.41,
+    title="tiny-20261122-173000", state="training", **POSITION, **LOSSES,
+    tokens_per_s=6630.0, predicted_tokens_per_s=5840.0, mfu=0.41, card=live.CardFigures(0.98, 650.4, 71),
     memory=live.MemoryGauge(61 * GIB, 80 * GIB, "card", 63 * GIB, 55 * GIB, 54 * GIB),
-    card=live.CardFigures(0.98, 650.4, 71),
     incidents=("an older one", "out of memory at step 3 with zero2/bf16: predicted 70 GiB; the next fallback"),
-)
+)  # fmt: skip
 ON_A_CPU = live.LiveView(
     title="tiny", state="training", step=1, num_steps=300, curve=CURVE[:1], loss=9.5, lr=3e-4, tokens_per_s=2920.0,
     predicted_tokens_per_s=5840.0, memory=live.MemoryGauge(483 * MIB, 24 * GIB, "RAM", None, 240 * MIB, 244 * MIB),
 )  # fmt: skip
-
 GOLDEN = {
     (40, True): """\
 tiny-20261122-173000: training, step 150
@@ -95,16 +88,10 @@ def test_no_line_is_wider_than_the_terminal(is_ascii):
 @pytest.mark.parametrize(
     ("share", "mark", "drawn"),
     [
-        (0, None, "----------"),
-        (0.5, None, "#####-----"),
-        (0.999, None, "#########-"),
-        (1, None, "##########"),
-        (1.7, None, "##########"),
-        (-1, None, "----------"),
-        (0.5, 0.7, "#####--|--"),
-        (0.5, 3.0, "#####----|"),
+        (0, None, "----------"), (-1, None, "----------"), (0.5, None, "#####-----"), (0.999, None, "#########-"),
+        (1, None, "##########"), (1.7, None, "##########"), (0.5, 0.7, "#####--|--"), (0.5, 3.0, "#####----|"),
     ],
-)
+)  # fmt: skip
 def test_a_bar_is_full_when_it_is_complete(share, mark, drawn):
     assert live.bar(share, width=10, glyphs=live.ASCII, mark=mark) == drawn
 
@@ -121,14 +108,13 @@ def test_a_log_gets_one_line_of_ascii():
 
 
 def log_of(*rows: dict[str, Any], step_s: float | None = None) -> live.StepLog:
-    """The rows, as they were seen one after the other."""
     steps = live.StepLog()
     for number, row in enumerate(rows, 1):
         steps.note(row, seen_s=None if step_s is None else number * step_s)
     return steps
 
 
-def test_the_time_that_is_left_follows_from_the_clock_or_the_steps_and_from_the_newest_attempt():
+def test_speed_and_the_time_that_is_left_follow_from_the_clock_or_the_steps_of_the_newest_attempt():
     """Half a second of evaluation after each two seconds of a step."""
     rows = [metrics_row(step) for step in range(1, 61)]
     assert log_of(*rows).seconds_left(100) == 40 * 2.0
@@ -137,9 +123,6 @@ def test_the_time_that_is_left_follows_from_the_clock_or_the_steps_and_from_the_
     steps = log_of(*rows[:10], step_s=100.0)
     steps.note(metrics_row(8, attempt=2), seen_s=2000.0)
     assert steps.seconds_left(10) == 2 * 2.0 and steps.step == 8
-
-
-def test_speed_is_tokens_over_seconds_of_the_last_steps():
     slow = {**metrics_row(1), "step_s": 3.0, "tokens_per_s": 100.0}
     fast = {**metrics_row(2), "step_s": 1.0, "tokens_per_s": 300.0}
     assert log_of(slow, fast).tokens_per_s() == 150.0
@@ -207,9 +190,7 @@ GAP = [live.Point(1, 0.0), live.Point(2, 0.0), live.Point(3, 0.0), live.Point(90
     ids=["empty", "one", "flat", "down", "three", "means of stretches", "a stretch without a point"],
 )
 def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value(curve, width, drawn):
-    points = [
-        each if isinstance(each, live.Point) else live.Point(step, each) for step, each in enumerate(curve, start=1)
-    ]
+    points = curve if curve is GAP else [live.Point(step, each) for step, each in enumerate(curve, start=1)]
     assert live.sparkline(points, width=width, levels=LEVELS) == drawn
 
 

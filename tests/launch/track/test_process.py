@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from report_factory import make_report
 from run_factory import write_submission
 from tracker_factory import Trackers, append_steps, logged_plan, tracker_environment, tracker_order, write_program
 from wandb_stand_in import write_stand_in
+from workplace_factory import wait_for
 
 from shardwise.launch.attempt.supervisor import StopRequest
 from shardwise.launch.rundir.process_record import read_state
@@ -34,19 +35,11 @@ KEEP = "import sys\nopen({path!r}, 'w').write(sys.stdin.read())\n"
 
 @pytest.fixture
 def received(tmp_path):
-    """The file to which the command of `notify` writes its input."""
     return tmp_path / "received.json"
 
 
 def notify(tmp_path, received):
     return (str(write_program(tmp_path, KEEP.format(path=str(received)))),)
-
-
-def wait_until(is_so, *, timeout_s=30.0):
-    until = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < until, "it never came"
-        time.sleep(0.05)
 
 
 def shown_by(trackers):
@@ -56,7 +49,6 @@ def shown_by(trackers):
 
 
 def catches(pid, number):
-    """Whether the process has a handler for the signal."""
     _, _, rest = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")
     return bool(int(rest.split()[0], 16) >> (number - 1) & 1)
 
@@ -66,7 +58,7 @@ def test_a_tracker_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_p
     path = write_stand_in(tmp_path / "stand in", way)
     order = tracker_order(wandb=WandbMode.OFFLINE, notify=notify(tmp_path, received))
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path, PYTHONPATH=str(path)))
-    wait_until(lambda: shown_by(trackers))
+    wait_for(lambda: shown_by(trackers), "a line")
     codec.write(run_dir / "report.json", make_report())
     shown = trackers.end(EndNotice(has_report=True))
     assert "wandb" in shown and ("switched off" in shown or "exit code 7, fatal: wandb" in shown)
@@ -92,7 +84,7 @@ def test_no_process_remains_after_the_end(run_dir, tmp_path, monkeypatch):
     assert os.getsid(trackers.process._process.pid) == trackers.process._process.pid
     assert "not done" in trackers.end()
     command, parent = map(int, (tmp_path / "pids").read_text().split())
-    wait_until(lambda: (read_state(command) or "Z")[0] == "Z")
+    wait_for(lambda: (read_state(command) or "Z")[0] == "Z", "the end of the command")
     assert read_state(parent) is None
 
 
@@ -100,7 +92,7 @@ def test_a_process_that_is_killed_is_noticed_while_training_goes_on(run_dir, tmp
     monkeypatch.setattr(track_start, "_LOOK_EVERY_S", 0.0)
     trackers = Trackers(run_dir, tracker_order(tensorboard=True), tracker_environment(tmp_path))
     os.kill(trackers.process._process.pid, signal.SIGKILL)
-    wait_until(lambda: shown_by(trackers))
+    wait_for(lambda: shown_by(trackers), "a line")
     assert trackers.stream.getvalue().startswith("tensorboard: ")
     assert trackers.stream.getvalue().count("\n") == 1
     assert trackers.end().count("\n") == 1
@@ -114,7 +106,7 @@ def test_a_folder_that_cannot_be_made_or_vanishes_affects_no_other_tracker(run_d
     (run_dir / "logs").unlink()
     order = tracker_order(notify=notify(tmp_path, received), tensorboard=True)
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path))
-    wait_until(lambda: any((run_dir / "tensorboard").glob("*")))
+    wait_for(lambda: any((run_dir / "tensorboard").glob("*")), "a file")
     shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
     append_steps(run_dir, range(4, 30))
     assert "not done" not in trackers.end(EndNotice(has_report=False, error="why"))
@@ -127,7 +119,7 @@ def test_trackers_ignore_stop_requests_and_end_by_themselves_if_the_supervisor_d
     order = tracker_order(notify=notify(tmp_path, received), first_attempt=2)
     trackers = Trackers(run_dir, order, tracker_environment(tmp_path))
     process, numbers = trackers.process._process, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    wait_until(lambda: all(catches(process.pid, number) for number in numbers))
+    wait_for(lambda: all(catches(process.pid, number) for number in numbers), "the handlers")
     for number in numbers:
         os.kill(process.pid, number)
     process.stdin.close()
@@ -151,11 +143,9 @@ def test_a_run_that_cannot_start_is_reported(tmp_path, received):
 
 
 def test_the_order_follows_the_job_the_sweep_and_the_trial(run_dir, tmp_path):
-    plan = logged_plan(wandb=WandbMode.ONLINE, project="mine", name="first", tensorboard=True, notify=("program",))
-    expected = tracker_order(
-        name="first", project="mine", wandb=WandbMode.ONLINE, tensorboard=True, notify=("program",), group=None
-    )
-    assert order_of(plan, tmp_path / "bot-1", {}) == expected
+    log: dict[str, Any] = {"project": "mine", "name": "first", "tensorboard": True, "notify": ("program",)}
+    plan = logged_plan(wandb=WandbMode.ONLINE, **log)
+    assert order_of(plan, tmp_path / "bot-1", {}) == tracker_order(wandb=WandbMode.ONLINE, **log)
     assert order_of(replace(plan, is_trial=True), tmp_path, {}).names == ()
     assert order_of(logged_plan(), tmp_path / "bot-1", {}).name == "bot-1"
     write_submission(tmp_path / "sweep-1" / "point-3", point=3)

@@ -39,9 +39,8 @@ def test_each_line_is_read_once_with_its_place(run_dir):
         with (run_dir / "metrics.jsonl").open("ab") as stream:
             stream.write(chunk)
         found = places(reader)
-    assert found == [(8, 8)] == places(RunReader(run_dir, first_attempt=1))[-1:], (
-        "a line that is too long has its place"
-    )
+    assert found == [(8, 8)], "a line that is too long has its place"
+    assert places(RunReader(run_dir, first_attempt=1))[-1:] == [(8, 8)]
 
 
 def test_the_first_of_several_lines_without_a_finite_loss_is_an_incident(run_dir):
@@ -70,9 +69,8 @@ def test_a_checkpoint_that_was_not_saved_is_an_incident_once_until_one_is(run_di
 
 def test_an_attempt_that_failed_is_reported_once(run_dir):
     reader = RunReader(run_dir, first_attempt=2)
-    first, failed = (
-        attempt_record(number, step=5, fault=Fault.OUT_OF_MEMORY, cause="CUDA out of memory") for number in (1, 2)
-    )
+    memory = {"fault": Fault.OUT_OF_MEMORY, "cause": "CUDA out of memory"}
+    first, failed = (attempt_record(number, step=5, **memory) for number in (1, 2))
     codec.write(run_dir / "report.json", make_report(history=(first, failed, attempt_record(3))))
     (incident,) = reader.read_incidents()
     assert incident.title == "out of memory"

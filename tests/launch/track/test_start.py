@@ -45,15 +45,6 @@ def test_wandb_mode_decides_how_and_never_whether(requested, environment, mode):
     assert wandb_mode(job(wandb=requested), environment) is mode
 
 
-def test_nodes_without_a_network_write_offline():
-    with pytest.raises(InputError, match=r"WANDB_MODE.*'on'"):
-        wandb_mode(job(wandb=WandbMode.ONLINE), {"WANDB_MODE": "on"})
-    isolated = replace(job(wandb=WandbMode.ONLINE), slurm=SlurmJob(network=NodeNetwork.NONE))
-    assert wandb_mode(isolated, {}) is WandbMode.ONLINE and wandb_mode(isolated, {}, on_node=True) is WandbMode.OFFLINE
-    for environment in ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "WANDB_MODE": "online"}):
-        assert wandb_mode(isolated, environment) is WandbMode.OFFLINE
-
-
 def test_online_needs_a_login_and_no_key_is_shown(tmp_path):
     online, environment = job(wandb=WandbMode.ONLINE), tracker_environment(tmp_path)
     check_trackers(job(wandb=WandbMode.OFFLINE), {**environment, "PATH": "/nonexistent"})
@@ -66,11 +57,17 @@ def test_online_needs_a_login_and_no_key_is_shown(tmp_path):
     check_trackers(online, {**environment, "WANDB_BASE_URL": "https://wandb.example.org"})
 
 
-def test_packages_that_are_missing_are_named_with_their_line(tmp_path, monkeypatch):
+def test_nodes_without_a_network_write_offline_and_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(track_start, "installed_version", lambda _name: None)
     lines = problems(tmp_path, job(wandb=WandbMode.OFFLINE, tensorboard=True))
     for name, line in zip(("wandb", "tensorboard"), lines, strict=True):
         assert line.startswith(f"log.{name}: ") and set(requirements_in(line, tmp_path)) == {name}
+    with pytest.raises(InputError, match=r"WANDB_MODE.*'on'"):
+        wandb_mode(job(wandb=WandbMode.ONLINE), {"WANDB_MODE": "on"})
+    isolated = replace(job(wandb=WandbMode.ONLINE), slurm=SlurmJob(network=NodeNetwork.NONE))
+    assert wandb_mode(isolated, {}) is WandbMode.ONLINE and wandb_mode(isolated, {}, on_node=True) is WandbMode.OFFLINE
+    for environment in ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "WANDB_MODE": "online"}):
+        assert wandb_mode(isolated, environment) is WandbMode.OFFLINE
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from report_factory import make_report
 from run_factory import attempt_record, run_plan
 from tracker_factory import LoggedRun, Trackers, WandbMode, append_steps, tracker_environment, tracker_order, write_plan
 from wandb_server import wandb_server
+from workplace_factory import wait_for
 
 from shardwise.launch.rundir.state import RunState
 from shardwise.launch.terminal import Console
@@ -50,16 +51,12 @@ def rows(history):
 
 def kill_trackers(run_dir, environment, *, mode=WandbMode.OFFLINE):
     """The machine of a supervisor fails once wandb has a folder, and all lines if it writes them at once."""
-    before = len(list(run_dir.glob("wandb/*run-*/*.wandb")))
+    before = set(run_dir.glob("wandb/*run-*/*.wandb"))
     process = Trackers(run_dir, tracker_order(wandb=mode), environment).process._process
-    until = time.monotonic() + 60
-    while len(logs := sorted(run_dir.glob("wandb/*run-*/*.wandb"), key=os.path.getmtime)) == before:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: len([*run_dir.glob("wandb/*run-*/*.wandb")]) > len(before), "a log")
     time.sleep(1.5)
-    while environment.get(FLUSH) == "0.1" and len(LoggedRun(logs[-1]).history) < 3:
-        assert time.monotonic() < until
-        time.sleep(0.2)
+    (log,) = set(run_dir.glob("wandb/*run-*/*.wandb")) - before
+    wait_for(lambda: environment.get(FLUSH) != "0.1" or len(LoggedRun(log).history) == 3, "the lines")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdin.close()
@@ -131,9 +128,8 @@ def test_system_metrics_are_of_the_run_and_its_processes(run_dir, tmp_path):
 
 def test_what_goes_wrong_is_an_alert_and_the_ending_in_the_summary(run_dir, tmp_path):
     append_steps(run_dir, [4], loss=None)
-    record = attempt_record(
-        1, step=4, ending=Ending.OUT_OF_MEMORY, fault=Fault.OUT_OF_MEMORY, cause="CUDA out of memory"
-    )
+    ended = {"ending": Ending.OUT_OF_MEMORY, "fault": Fault.OUT_OF_MEMORY, "cause": "CUDA out of memory"}
+    record = attempt_record(1, step=4, **ended)
     codec.write(run_dir / "report.json", make_report(ending=Ending.OUT_OF_MEMORY, exit_code=5, history=(record,)))
     supervise(run_dir, tracker_environment(tmp_path), has_report=True)
     log = LoggedRun(offline.offline_logs(run_dir)[0])

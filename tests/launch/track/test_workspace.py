@@ -30,13 +30,7 @@ def test_every_series_of_a_chart_is_one_that_is_sent():
     assert drawn - sent - predicted == set() and len(drawn & predicted) >= 8
 
 
-def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(monkeypatch):
-    monkeypatch.setattr(workspace, "installed_version", lambda _name: None)
-    with pytest.raises(EnvironmentFaultError, match=r"wandb-workspaces: .*pip install .*\[workspace\]"):
-        workspace.run_workspace(WorkspaceOptions(), Console(), environment={})
-
-
-def test_it_is_saved_in_a_project_by_the_user_who_is_logged_in(capsys, tmp_path):
+def test_it_is_saved_in_a_project_by_who_is_logged_in_and_a_missing_package_is_named(capsys, tmp_path, monkeypatch):
     pytest.importorskip("wandb_workspaces")
     with pytest.raises(EnvironmentFaultError, match="wandb login"):
         workspace.run_workspace(WorkspaceOptions(), Console(), environment=tracker_environment(tmp_path))
@@ -50,3 +44,6 @@ def test_it_is_saved_in_a_project_by_the_user_who_is_logged_in(capsys, tmp_path)
     panel = sections[1]["panels"][0]["config"]
     assert panel["metrics"] == list(workspace.series_of(("tokens_per_s",))) and panel["xAxis"] == "step"
     assert f"{server.url}/{ENTITY}/mine?nw=" in capsys.readouterr().out
+    monkeypatch.setattr(workspace, "installed_version", lambda _name: None)
+    with pytest.raises(EnvironmentFaultError, match=r"wandb-workspaces: .*pip install .*\[workspace\]"):
+        workspace.run_workspace(WorkspaceOptions(), Console(), environment={})

@@ -11,7 +11,7 @@ from shardwise.trainer.planning.candidates import run_hours, run_totals
 from shardwise.trainer.planning.device import machine_text
 from shardwise.trainer.planning.explain import comparison
 from shardwise.trainer.planning.explain.plan_page import explain_plan, kv_cache_bytes, readable
-from shardwise.trainer.planning.page.content import Page, Table, page_text, paragraph, stacked_bar, table
+from shardwise.trainer.planning.page.content import Page, Table, page_text
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import NothingFitsError, ShardwiseError
@@ -60,33 +60,26 @@ def test_ranks_without_a_sequence_count_no_tokens() -> None:
     assert plan.chosen.speed.tokens_per_s_per_gpu == pytest.approx(rate / 8)
 
 
-def test_every_part_of_the_memory_stands_in_the_bar_and_in_the_list(node: Plan, text: str) -> None:
+def test_every_part_of_the_memory_stands_in_the_bar_and_speed_in_tokens_hours_and_money(node: Plan, text: str) -> None:
     memory, found = section(text, "memory of each GPU"), node.chosen.memory
     for name, num_bytes in found.parts.items():
         assert readable(name) in " ".join(memory.split()) and format_bytes(num_bytes) in memory
     low, high = format_bytes(found.low_bytes), format_bytes(found.high_bytes)
-    facts = (
-        f"{format_bytes(found.need_bytes).split()[0]} needed",
-        "of 79.2 GiB",
-        readable(found.peak_event),
-        f"low {low}, high {high}",
-    )
+    needed = f"{format_bytes(found.need_bytes).split()[0]} needed"
+    facts = [needed, "of 79.2 GiB", readable(found.peak_event), f"low {low}, high {high}"]
     assert all(fact in " ".join(memory.split()) for fact in facts)
     bar = next(line.strip() for line in memory.splitlines() if line.strip().startswith("["))
     assert len(bar) <= 98
     assert bar.count("a") == pytest.approx(96 * found.parts["weights"] / (79.15 * GIB), abs=1)
-
-
-def test_speed_stands_in_tokens_hours_gpu_hours_and_money(node: Plan, text: str) -> None:
     speed = " ".join(section(text, "speed").split())
     hours = run_hours(context_of(node), node.chosen)
-    facts = (
+    facts = [
         f"{4 * node.chosen.speed.tokens_per_s_per_gpu:,.0f} tokens/s",
         f"{format_seconds(hours * 3600)} in all",
         f"{hours * 4:.3g} GPU-hours",
         f"cost {hours * 4 * 2.5:.2f} at 2.5 a GPU-hour",
         f"{hours * 4 * 0.4:.3g} kWh (board watts x GPUs x hours, PUE 1, host not counted)",  # 400 W a board
-    )
+    ]
     assert [fact for fact in facts if fact not in speed] == []
 
 
@@ -107,7 +100,7 @@ def test_what_leave_would_buy_stands_beside_the_plan() -> None:
     assert "what opting in would gain" not in given
 
 
-def test_all_methods_stand_in_one_table(node: Plan, text: str) -> None:
+def test_all_methods_stand_in_one_table_and_every_fallback_has_its_line(node: Plan, text: str) -> None:
     _, heads, *lines = section(text, "methods").splitlines()
     assert heads.split() == ["method", "memory", "time", "GPU-hours", "kWh", "cost"]
     assert lines[0].endswith("  taken")
@@ -115,6 +108,11 @@ def test_all_methods_stand_in_one_table(node: Plan, text: str) -> None:
         assert line.split()[0] == row.method and line.endswith(row.verdict)
         assert row.kwh is None or f"{row.kwh:.3g}" in line
     assert node.methods[0].kwh is not None
+    lines = section(text, "if memory runs out").splitlines()[2:]
+    assert len(lines) == len(node.fallbacks) > 0
+    for line, fallback in zip(lines, node.fallbacks, strict=True):
+        assert fallback.strategy.name in line
+        assert format_bytes(fallback.memory.peak_allocated_bytes) in line
 
 
 @pytest.mark.parametrize("top", [0, 1, 5])
@@ -126,14 +124,6 @@ def test_as_many_runners_up_as_asked_stand_with_their_number_for_take(node: Plan
         taken = take_candidate(node, int(number)).chosen
         assert name == taken.strategy.name
         assert ratio == f"{taken.speed.step_s / node.chosen.speed.step_s:.2f}x"
-
-
-def test_every_fallback_has_its_line(node: Plan, text: str) -> None:
-    lines = section(text, "if memory runs out").splitlines()[2:]
-    assert len(lines) == len(node.fallbacks) > 0
-    for line, fallback in zip(lines, node.fallbacks, strict=True):
-        assert fallback.strategy.name in line
-        assert format_bytes(fallback.memory.peak_allocated_bytes) in line
 
 
 def test_every_rejected_row_is_counted_and_those_with_a_number_stand_alone(node: Plan, text: str) -> None:
@@ -219,21 +209,6 @@ def test_the_verdict_names_the_fastest_and_the_cheapest_machine() -> None:
     free = [(spec, plan_of("1b", spec)) for spec in hours]
     assert "fewest GPU-hours: " in comparison.compare_plans(free)
     assert "fastest" not in comparison.compare_plans(free[:1])
-
-
-def test_a_bar_is_filled_by_shares_and_ends_with_what_is_free() -> None:
-    assert stacked_bar([50, 25], total=100, width=8) == "[aaaabb..]"
-    assert stacked_bar([50, 75], total=100, width=8) == "[aaaabbbb]"
-    assert stacked_bar([1, 1, 98], total=100, width=10) == "[cccccccccc]"
-
-
-def test_tables_align_and_paragraphs_hang() -> None:
-    assert table([("a", "bb"), ("ccc", "d")], right=(1,), indent="") == ["a    bb", "ccc   d"]
-    assert table([]) == []
-    assert table([("a", "wide", "b"), ("1", "xxxxxxxx", "2")], wide=1, width=10, indent="") == [
-        "a  b", "1  2", "      xxxxxxxx",
-    ]  # fmt: skip
-    assert paragraph("one " * 15, width=40) == ["  " + " ".join(["one"] * 9), "    " + " ".join(["one"] * 6)]
 
 
 @pytest.mark.parametrize(

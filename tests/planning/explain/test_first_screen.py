@@ -7,19 +7,11 @@ from typing import Any
 import choices
 import pytest
 from msgspec.structs import replace
-from planning_factory import data_of, machine, plan_of
+from planning_factory import data_of, machine, note_of, plan_of
 
 from shardwise.trainer.planning.candidates import run_hours
-from shardwise.trainer.planning.explain.alternatives import Alternative
-from shardwise.trainer.planning.explain.first_screen import (
-    MOST_LINES,
-    Tone,
-    _table_lines,
-    alternatives,
-    first_screen,
-    text_of,
-    time_range,
-)
+from shardwise.trainer.planning.explain import first_screen as page
+from shardwise.trainer.planning.explain.first_screen import MOST_LINES, alternatives, first_screen, text_of
 from shardwise.trainer.planning.planner import context_of, take_candidate
 from shardwise.trainer.planning.schedule import FEW_STEPS
 from shardwise.trainer.planning.search.certainty import time_error
@@ -46,7 +38,7 @@ def test_a_golden_job_has_one_screen(case: choices.Case) -> None:
     assert max(map(len, lines)) <= 100
     chosen, context = plan.chosen, context_of(plan)
     error = time_error(context, chosen)
-    assert error is not None and time_range(run_hours(context, chosen) * 3600, error) in text
+    assert error is not None and page.time_range(run_hours(context, chosen) * 3600, error) in text
     facts = (" needed", f" of {format_bytes(chosen.memory.usable_bytes)}", f"({chosen.strategy.name})", "  other ways")
     assert all(fact in text for fact in (*facts, "  if memory runs out"))
     assert "fits, about " in " ".join(lines[:2])
@@ -86,7 +78,7 @@ def test_an_alternative_is_what_its_setting_selects(case: choices.Case) -> None:
     ],
 )
 def test_a_range_is_rounded_away_from_its_middle(seconds: float, error: float, expected: str) -> None:
-    assert time_range(seconds, error) == expected
+    assert page.time_range(seconds, error) == expected
 
 
 def test_warnings_stay_where_there_is_no_room_for_alternatives() -> None:
@@ -94,7 +86,7 @@ def test_warnings_stay_where_there_is_no_room_for_alternatives() -> None:
     warned = replace(plan, warnings=tuple(f"warning {number} " + "long " * 15 for number in range(9)))
     lines = first_screen(warned, start=["shardwise train job.yaml"], more="shardwise plan job.yaml -v")
     assert len(lines) <= MOST_LINES
-    assert sum("WARNING: " in line.text for line in lines if line.tone is Tone.WARNING) >= 3
+    assert sum("WARNING: " in line.text for line in lines if line.tone is page.Tone.WARNING) >= 3
     assert any("-v shows all" in line.text for line in lines)
 
 
@@ -116,9 +108,12 @@ def test_the_rank_of_galore_and_the_steps_down_are_named() -> None:
 def test_a_card_of_unknown_speed_has_no_range_of_times() -> None:
     hardware = machine("1xRTX-4090")
     (card,) = hardware.gpus
-    text = screen(plan_of("tiny", replace(hardware, gpus=(replace(card, name="Stranger", spec_name=None),))))
-    assert "fits, but the speed of this device is not known" in " ".join(text.split())
-    assert "no run on this device" not in text
+    plan = plan_of("tiny", replace(hardware, gpus=(replace(card, name="Stranger", spec_name=None),)))
+    assert "fits, but the speed of this device is not known" in " ".join(screen(plan).split())
+    assert "no run on this device" not in screen(plan) and plan.chosen.speed.mfu is None
+    expectation = note_of(plan, "no run on this device")
+    assert "tokens/s" not in expectation and "memory" in expectation
+    assert any("not known" in note and "probe --measure" in note for note in plan.notes)
 
 
 def test_a_run_that_would_learn_nothing_is_a_warning() -> None:
@@ -173,13 +168,3 @@ def test_a_network_that_is_assumed_is_named_with_the_time_over_a_slower_one() ->
     measured = replace(machine("4x8xH100-SXM5-80GB"), rates=MeasuredRates(between_nodes_bytes_per_s=40 * 10**9))
     for hardware in (machine("4x8xH100-SXM5-80GB,network=3.2Tb"), machine("8xH100-SXM5-80GB"), measured):
         assert "network" not in screen(plan_of("8b", hardware))
-
-
-def test_what_full_training_lacks_is_not_cut() -> None:
-    refused = Alternative(
-        name="full training", effect="needs 155 GiB of host RAM; " * 4 + "the end", setting="", need_bytes=GIB
-    )
-    fitting = Alternative(name="LoRA", effect="trains adapters only", setting="train.method=lora", seconds=60.0)
-    lines = [line.text for line in _table_lines([fitting, refused], "card", 100)]
-    assert lines[-1].endswith("the end")
-    assert all(line.strip() and len(line) <= 100 for line in lines)

@@ -6,7 +6,6 @@ from msgspec.structs import replace
 
 from shardwise.trainer.planning.configuration import SHARDWISE, PolicyChoices
 from shardwise.trainer.planning.memory import OVERHEADS, Line, estimate_memory
-from shardwise.trainer.planning.policy.precision_policy import dims_of, policy_of
 from shardwise.trainer.planning.policy.reference_trainers import REFERENCE_TRAINERS, reference_of
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
@@ -27,40 +26,36 @@ LORA = configuration(
     method=Method.LORA, precision=Precision.BF16, checkpointing=FULL, seq_len=4096, micro_batch=4,
     reference="hf-trainer",
 )  # fmt: skip
+SHARDED = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL, accumulation=4)
+FROZEN = replace(SHARDED, method=Method.LORA, accumulation=1)
+ADAMW = configuration(Sharding.FSDP, num_ranks=4, checkpointing=FULL, optimizer=Optimizer.ADAMW)
+ZERO2 = configuration(
+    Sharding.ZERO2, num_ranks=8, checkpointing=FULL, optimizer=Optimizer.ADAMW, reference="hf-trainer"
+)
+STEADY, P, M = "steady_allocated_bytes", LLAMA_8B.num_parameters, MISTRAL_7B.num_parameters
+ADAPTERS = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+# A setting, the value that another trainer has of it, an event or what stays, and the bytes that it has more.
+DIFFERENCES = {
+    # As a k-bit preparation that casts norms to fp32 keeps it, to the byte as measured:
+    # 2 h L more a token, and cosines and sines.
+    "an fp32 residual stream": (MISTRAL_7B, LORA, {"policy": PolicyChoices(residual_bytes=4)}, "forward_end",
+        2 * 4096 * 32 * 4 * 4096 + 2 * 2 * 4096 * 128),
+    "adapters in 16 bit": (MISTRAL_7B, LORA, {"policy": PolicyChoices(adapter_bytes=2)}, STEADY, -(12 - 6) * ADAPTERS),
+    "reducing every micro batch": (LLAMA_8B, SHARDED, {"policy": PolicyChoices(reduces_every_micro_batch=True)},
+        "forward_end", 4 * P // 8 - 4 * P),
+    "FSDP1 keeps sharded gradients": (MISTRAL_7B, ADAMW, {"reference": "hf-trainer"}, STEADY, M * 4 // 4),
+    "AdamW of DeepSpeed takes no square roots of all moments at once": (LLAMA_8B, ZERO2, {"reference": "deepspeed"},
+        "optimizer_step", pytest.approx(-4 * P / 8, rel=0.01)),
+    "frozen weights in fp32": (MISTRAL_7B, FROZEN, {"reference": "prime-rl"}, STEADY,
+        pytest.approx(M * 2 / 8, rel=1e-3)),
+}  # fmt: skip
 
 
-def test_an_fp32_residual_stream_keeps_twice_the_boundaries() -> None:
-    """A k-bit preparation that casts norms to fp32 does that: 2 h L more a token were measured, to the byte."""
-    wide = replace(LORA, policy=PolicyChoices(residual_bytes=4))
-    before, after = (estimate_memory(MISTRAL_7B, each, gpu()).events["forward_end"] for each in (LORA, wide))
-    tokens = 4 * 4096
-    rotary = 2 * 2 * 4096 * 128  # its cosines and sines
-    assert after - before == 2 * 4096 * 32 * tokens + rotary
-
-
-def test_adapters_in_16_bit_halve_their_state() -> None:
-    dims = dims_of(MISTRAL_7B)
-    narrow = replace(LORA, policy=PolicyChoices(adapter_bytes=2))
-    assert policy_of(LORA, gpu(), dims).trained_bytes == 4
-    steady = [estimate_memory(MISTRAL_7B, each, gpu()).steady_allocated_bytes for each in (LORA, narrow)]
-    adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
-    assert steady[0] - steady[1] == (12 - 6) * adapters
-
-
-def test_reducing_every_micro_batch_leaves_no_whole_gradients() -> None:
-    chosen = configuration(Sharding.FSDP, num_ranks=8, checkpointing=FULL, accumulation=4)
-    reduced = replace(chosen, policy=PolicyChoices(reduces_every_micro_batch=True))
-    whole, sharded = (estimate_memory(LLAMA_8B, each, gpu()).events["forward_end"] for each in (chosen, reduced))
-    assert whole - sharded == 4 * LLAMA_8B.num_parameters - 4 * LLAMA_8B.num_parameters // 8
-
-
-def test_fsdp1_keeps_sharded_gradients_between_steps() -> None:
-    chosen = configuration(Sharding.FSDP, num_ranks=4, checkpointing=FULL, optimizer=Optimizer.ADAMW)
-    ours, theirs = (
-        estimate_memory(MISTRAL_7B, replace(chosen, reference=reference), gpu()).steady_allocated_bytes
-        for reference in (SHARDWISE, "hf-trainer")
-    )
-    assert theirs - ours == MISTRAL_7B.num_parameters * 4 // 4
+@pytest.mark.parametrize(("shape", "chosen", "other", "counter", "more"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_what_another_trainer_does_moves_the_bytes_that_it_is_of(shape, chosen, other, counter, more) -> None:
+    found = [estimate_memory(shape, each, gpu()) for each in (chosen, replace(chosen, **other))]
+    ours, theirs = ({STEADY: each.steady_allocated_bytes, **each.events}[counter] for each in found)
+    assert theirs - ours == more
 
 
 def test_frozen_blocks_under_fsdp1_are_retained_until_the_backward_ends() -> None:
@@ -87,26 +82,6 @@ def test_a_subclass_of_transformers_trainer_holds_what_the_trainer_holds(name: s
         for reference in (SHARDWISE, "hf-trainer", name)
     )
     assert subclass == trainer != ours
-
-
-def test_adamw_of_deepspeed_itself_takes_no_square_roots_of_all_moments_at_once() -> None:
-    chosen = configuration(Sharding.ZERO2, optimizer=Optimizer.ADAMW, num_ranks=8, checkpointing=FULL)
-    of_trainer, of_deepspeed = (
-        estimate_memory(LLAMA_8B, replace(chosen, reference=reference), gpu()).events["optimizer_step"]
-        for reference in ("hf-trainer", "deepspeed")
-    )
-    assert of_trainer - of_deepspeed == pytest.approx(4 * LLAMA_8B.num_parameters / 8, rel=0.01)
-
-
-def test_a_trainer_may_keep_frozen_weights_in_fp32() -> None:
-    chosen = configuration(
-        Sharding.FSDP, method=Method.LORA, precision=Precision.BF16_MIXED, num_ranks=8, checkpointing=FULL
-    )
-    ours, theirs = (
-        estimate_memory(MISTRAL_7B, replace(chosen, reference=reference), gpu()).steady_allocated_bytes
-        for reference in (SHARDWISE, "prime-rl")
-    )
-    assert theirs - ours == pytest.approx(MISTRAL_7B.num_parameters * 2 / 8, rel=1e-3)
 
 
 def test_logits_in_slices_have_no_gradient_of_all_at_once() -> None:

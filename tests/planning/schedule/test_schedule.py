@@ -22,15 +22,18 @@ def schedule(num_rows: int = 10_000, *, model: str = "8b", num_eval_rows: int = 
 
 
 @pytest.mark.parametrize(
-    ("train", "num_steps"),
+    ("train", "num_steps", "source"),
     [
-        ({"epochs": 1.0}, 313),  # 10,000 rows at 32 a step: 312.5, and the last rows count too
-        ({"epochs": 2.5}, 782), ({"epochs": 0.0001}, 1), ({"steps": 17}, 17),
-        ({"tokens_per_step": 65536, "tokens": 10_000_000}, 153), ({"tokens": 1}, 1),
+        ({"epochs": 1.0}, 313, "1 epoch"),  # 10,000 rows at 32 a step: 312.5, and the last rows count too
+        ({}, 313, "1 epoch, as by default: arXiv:2305.16264"),
+        ({"epochs": 2.5}, 782, "2.5 epochs"), ({"epochs": 0.0001}, 1, "0.0001 epochs"),
+        ({"steps": 17}, 17, "train.steps of the job file"), ({"tokens": 1}, 1, "train.tokens of the job file"),
+        ({"tokens_per_step": 65536, "tokens": 10_000_000}, 153, "train.tokens of the job file"),
     ],
 )  # fmt: skip
-def test_the_length_of_a_run_follows_from_epochs_steps_or_tokens(train: dict[str, Any], num_steps: int) -> None:
-    assert schedule(**train).num_steps == num_steps
+def test_the_length_of_a_run_follows_from_epochs_steps_or_tokens(train, num_steps, source) -> None:
+    made = schedule(**train)
+    assert (made.num_steps, made.length_source) == (num_steps, source)
 
 
 def test_whole_epochs_are_not_lost_to_rounding_and_padding_is_not_counted_as_tokens_trained_on() -> None:
@@ -69,15 +72,6 @@ def test_an_open_warmup_says_whose_it_is_and_that_of_dpo_is_longer() -> None:
     assert (plain.warmup_steps, dpo.warmup_steps) == (9, 62)
     assert plain.warmup_source.startswith("3%: ") and dpo.warmup_source.startswith("10%: ")
     assert schedule(warmup=Warmup(steps=5)).warmup_source == "train.warmup of the job file"
-
-
-def test_the_length_of_a_run_says_where_it_is_from() -> None:
-    assert schedule(epochs=1.0).length_source == "1 epoch"
-    assert schedule().length_source == "1 epoch, as by default: arXiv:2305.16264"
-    assert schedule(num_rows=100).length_source.startswith("4 epochs, the default of continued pre-training")
-    assert schedule(epochs=2.5).length_source == "2.5 epochs"
-    assert schedule(steps=7).length_source == "train.steps of the job file"
-    assert schedule(tokens=10_000).length_source == "train.tokens of the job file"
 
 
 def test_a_pair_is_two_sequences_of_the_global_batch() -> None:

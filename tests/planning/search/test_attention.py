@@ -69,20 +69,6 @@ def test_the_model_is_built_with_the_attention_of_its_plan(model):
 
 
 @pytest.mark.parametrize(
-    ("model", "pinned", "words"),
-    [
-        ("gemma2", Attention.SDPA, "flash and eager .*gemma2"),
-        ("mpt", Attention.FLASH, "eager .*mpt"),
-        ("falcon rw", Attention.FLASH, "sdpa and eager .*falcon"),
-    ],
-)
-def test_a_pin_that_the_model_does_not_have_is_refused(model, pinned, words):
-    context = context_of(model, MACHINES["with flash-attn"], attention=pinned)
-    with pytest.raises(InputError, match=rf"^pin\.attention: {pinned} .*{words}$"):
-        check_pins(context)
-
-
-@pytest.mark.parametrize(
     ("hardware", "kernel", "taken", "words", "runs"),
     [
         (WITH_KERNELS, KERNEL, Attention.FLASH, KERNEL, KERNEL),
@@ -94,9 +80,7 @@ def test_a_pin_that_the_model_does_not_have_is_refused(model, pinned, words):
         (machine("cpu", libraries=("kernels",)), KERNEL, Attention.SDPA, "flash-attn needs a GPU", None),
     ],
 )  # fmt: skip
-def test_a_kernel_of_the_hub_is_taken_where_the_job_names_it_and_flash_attn_is_missing(
-    hardware, kernel, taken, words, runs
-):
+def test_a_kernel_of_the_hub_is_taken_where_the_job_names_it_without_flash_attn(hardware, kernel, taken, words, runs):
     context = context_of("llama", hardware, kernel)
     found, why = attention(context, Precision.BF16_MIXED)
     assert found is taken
@@ -115,17 +99,23 @@ def test_a_pin_of_flash_runs_the_kernel_that_the_job_names_in_16_bit():
     assert why is not None and "pin.attention: flash" in why and KERNEL in why
 
 
+FLASH, THERE = Attention.FLASH, MACHINES["with flash-attn"]
+
+
 @pytest.mark.parametrize(
-    ("hardware", "kernel", "words"),
+    ("model", "hardware", "kernel", "pinned", "words"),
     [
-        (WITH_KERNELS, None, ".*sdpa.*model.flash_kernel"),
-        (UNFIT, KERNEL, "kernels 0.17.2 .*>=0.18.2 .*pip install 'shardwise.hub-kernels.'.*sdpa"),
-        (machine("cpu", libraries=("kernels",)), None, "flash-attn needs a GPU.*sdpa"),
+        ("gemma2", THERE, None, Attention.SDPA, "flash and eager .*gemma2"),
+        ("mpt", THERE, None, FLASH, "eager .*mpt"),
+        ("falcon rw", THERE, None, FLASH, "sdpa and eager .*falcon"),
+        ("llama", WITH_KERNELS, None, FLASH, ".*sdpa.*model.flash_kernel"),
+        ("llama", UNFIT, KERNEL, FLASH, "kernels 0.17.2 .*>=0.18.2 .*pip install 'shardwise.hub-kernels.'.*sdpa"),
+        ("llama", machine("cpu", libraries=("kernels",)), None, FLASH, "flash-attn needs a GPU.*sdpa"),
     ],
-)  # fmt: skip
-def test_a_pin_of_flash_that_nothing_here_can_run_is_refused_with_what_would_do(hardware, kernel, words):
-    with pytest.raises(InputError, match=rf"^pin\.attention: flash .*{words}$"):
-        check_pins(context_of("llama", hardware, kernel, attention=Attention.FLASH))
+)
+def test_a_pin_that_the_model_lacks_or_nothing_here_can_run_is_refused(model, hardware, kernel, pinned, words):
+    with pytest.raises(InputError, match=rf"^pin\.attention: {pinned} .*{words}$"):
+        check_pins(context_of(model, hardware, kernel, attention=pinned))
 
 
 def test_grouped_heads_make_a_model_no_slower_on_a_chip_without_flash_attention():

@@ -12,19 +12,9 @@ from shardwise.trainer.planning import candidates
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.rules.rule import may_run
-from shardwise.trainer.planning.search import choice
+from shardwise.trainer.planning.search import choice, configurations
 from shardwise.trainer.planning.search.choice import best_of, in_order, one_a_kind, seconds_of, survey
-from shardwise.trainer.planning.search.configurations import (
-    SAME_SPEED,
-    Bounded,
-    best_candidate,
-    best_configuration,
-    bound_of,
-    bounded_starts,
-    least_need,
-    starts_of,
-    strategy_need,
-)
+from shardwise.trainer.planning.search.configurations import SAME_SPEED, Bounded, best_candidate, best_configuration
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.job.sections import Allowance
@@ -85,14 +75,19 @@ def test_rows_are_passed_over_and_one_that_is_slower_than_what_is_known_is_not_t
 def test_a_row_that_takes_too_long_is_not_searched_to_its_end() -> None:
     context = context_for("8b", "8xH100-SXM5-80GB")
     found = {
-        row: best for row in rows_of(context) if (best := best_configuration(context, bounded_starts(context, row)))
+        row: best
+        for row in rows_of(context)
+        if (best := best_configuration(context, configurations.bounded_starts(context, row)))
     }
     assert found
     for row, best in found.items():
         seconds = candidates.compared_seconds(context, best, candidates.relative_seconds(context, best))
         seconds = candidates.priced(context, best, seconds, candidates.predicted_need(context, best))
-        assert best_configuration(context, bounded_starts(context, row), seconds) == best
-        assert best_configuration(context, bounded_starts(context, row), seconds / (1 + 3 * SAME_SPEED)) is None
+        assert best_configuration(context, configurations.bounded_starts(context, row), seconds) == best
+        assert (
+            best_configuration(context, configurations.bounded_starts(context, row), seconds / (1 + 3 * SAME_SPEED))
+            is None
+        )
 
 
 @pytest.mark.parametrize(("model", "spec"), [("70b", "1xRTX-4090"), ("8b", "8xH100-SXM5-80GB")])
@@ -101,7 +96,7 @@ def test_where_nothing_fits_the_row_with_the_least_need_is_there(model: str, spe
     context = replace(context, device=replace(context.device, usable_bytes=4 * GIB))
     ranking = survey(context)
     assert not ranking.candidates
-    least = min(least_need(context, row).memory.need_bytes for row in rows_of(context))
+    least = min(configurations.least_need(context, row).memory.need_bytes for row in rows_of(context))
     assert min(candidate.memory.need_bytes for candidate in ranking.smallest.values()) == least > 4 * GIB
 
 
@@ -128,23 +123,6 @@ def test_the_update_alone_tells_what_a_strategy_needs_at_least(sharding: Shardin
     """DeepSpeed copies the gradients of a rank's partition to fp32 for it."""
     context = context_for("8b", "2xRTX-3090", method=Method.FULL)
     row = next(row for row in rows_of(context) if row.sharding is sharding and row.offload is Offload.NONE)
-    least = least_need(context, row)
+    least = configurations.least_need(context, row)
     assert least.memory.peak_event == "optimizer_step"
-    assert 0 <= least.memory.need_bytes - strategy_need(context, row) <= 1, "rounded"
-
-
-@pytest.mark.parametrize("method", [Method.FULL, Method.QLORA])
-@pytest.mark.parametrize(("model", "spec"), [*MACHINES, ("1b", "2xRTX-4090"), ("70b", "2x8xH100-SXM5-80GB")])
-def test_starts_that_may_fit_come_in_the_order_of_their_bounds(model: str, spec: str, method: Method) -> None:
-    """None is bounded before its turn: the order must be the one that bounding all of them gives."""
-    context = context_for(model, spec, method=method, job=job_of(allow=EVERYTHING if model != "tiny" else ()))
-    for row in rows_of(context):
-        bounded = list(bounded_starts(context, row))
-        left = {start for _, _, start in bounded}
-        assert len(left) == len(bounded)
-        assert left == {start for start in starts_of(context, row) if not candidates.never_fits(context, start)}
-        seconds = [bound for bound, _, _ in bounded]
-        assert seconds == sorted(seconds)
-        for bound, micro_batch, start in bounded:
-            exact = bound_of(context, start)
-            assert (bound, micro_batch) == exact or (micro_batch is None and bound <= (1 + 1e-9) * exact[0])
+    assert 0 <= least.memory.need_bytes - configurations.strategy_need(context, row) <= 1, "rounded"

@@ -1,23 +1,16 @@
 """The best setting of a row: nothing that fits is overlooked, and the least need is the least."""
 
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from planning_factory import CONFIGS, context_for, data_of, machine, plan_of
 
+from shardwise.trainer.planning import candidates
 from shardwise.trainer.planning.calibrate import Correction, Corrections, Factor
-from shardwise.trainer.planning.candidates import (
-    compared_seconds,
-    configuration_of,
-    exceeds_host,
-    predicted_memory,
-    predicted_need,
-    predicted_speed,
-    priced,
-    with_micro_batch,
-)
+from shardwise.trainer.planning.candidates import configuration_of, predicted_memory, predicted_need, with_micro_batch
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.planner import check_job
@@ -60,38 +53,28 @@ def needs(context: PlanningContext, configuration: Configuration) -> int:
 
 def key_of(context: PlanningContext, configuration: Configuration) -> tuple[int, int]:
     """The key that a search minimises: the class of the upper end of a time, then the micro batch."""
-    seconds = compared_seconds(context, configuration, predicted_speed(context, configuration).step_s)
-    seconds = priced(context, configuration, seconds, predicted_need(context, configuration))
+    seconds = candidates.compared_seconds(
+        context, configuration, candidates.predicted_speed(context, configuration).step_s
+    )
+    seconds = candidates.priced(context, configuration, seconds, predicted_need(context, configuration))
     return search.time_class(seconds), configuration.micro_batch
 
 
 def every_setting(context: PlanningContext, strategy: Strategy) -> list[Configuration]:
-    return [
-        configuration
-        for checkpointing in search.checkpointings(context)
-        for loss in search.losses(context)
-        for chunk in search.chunk_sizes(context.shape, loss)
-        for first in [search.first_configuration(context, strategy, checkpointing=checkpointing, loss=loss)]
-        for compiled in search.compiles(context)
-        for offloads in search.activation_offloads(context, checkpointing)
-        for group in search.shard_groups(context, strategy)
-        for reduces in search.reductions(context, strategy)
-        for on_host in search.embeddings_on_host(context, strategy)
-        for start in [
-            replace(
-                first,
-                loss_chunk_tokens=chunk,
-                activation_offload=offloads,
-                compile=compiled,
-                shard_group=group,
-                reduce_every_micro_batch=reduces,
-                embedding_on_host=on_host,
-            )
-        ]
-        for micro_batch in search.micro_batches(context)
-        for configuration in [with_micro_batch(context, start, micro_batch)]
-        if obstacle_to(context, configuration) is None
-    ]
+    found = []
+    for checkpointing, loss in product(search.checkpointings(context), search.losses(context)):
+        first = search.first_configuration(context, strategy, checkpointing=checkpointing, loss=loss)
+        axes = {
+            "loss_chunk_tokens": search.chunk_sizes(context.shape, loss), "compile": search.compiles(context),
+            "activation_offload": search.activation_offloads(context, checkpointing),
+            "shard_group": search.shard_groups(context, strategy),
+            "reduce_every_micro_batch": search.reductions(context, strategy),
+            "embedding_on_host": search.embeddings_on_host(context, strategy),
+        }  # fmt: skip
+        starts = [replace(first, **dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
+        sizes = product(starts, search.micro_batches(context))
+        found += [with_micro_batch(context, start, micro_batch) for start, micro_batch in sizes]
+    return [each for each in found if obstacle_to(context, each) is None]
 
 
 @cache
@@ -136,18 +119,6 @@ def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
     assert (best.micro_batch, best.accumulation) == (8, 1)
 
 
-@pytest.mark.parametrize(("model", "spec", "row"), CASES)
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_every_micro_batch_that_fits_is_found(model: str, spec: str, row: str, share: float) -> None:
-    context = cut_to(model, spec, row, share)
-    for checkpointing in search.checkpointings(context):
-        for loss in search.losses(context):
-            start = search.first_configuration(context, ROWS[row], checkpointing=checkpointing, loss=loss)
-            all_sizes = [with_micro_batch(context, start, micro_batch) for micro_batch in search.micro_batches(context)]
-            expected = [each for each in all_sizes if needs(context, each) <= context.device.usable_bytes]
-            assert fitting_sizes(context, start) == [each.micro_batch for each in expected]
-
-
 @pytest.mark.parametrize("data", [None, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)
 def test_nothing_that_fits_is_faster_than_what_is_taken(model, spec, row, data):
@@ -156,7 +127,8 @@ def test_nothing_that_fits_is_faster_than_what_is_taken(model, spec, row, data):
     least = min(
         key_of(context, configuration)
         for configuration in every_setting(context, ROWS[row])
-        if needs(context, configuration) <= context.device.usable_bytes and not exceeds_host(context, configuration)
+        if needs(context, configuration) <= context.device.usable_bytes
+        and not candidates.exceeds_host(context, configuration)
     )
     assert key_of(context, replace(configuration_of(context, best_of(context, row)), buckets=None)) == least
 
@@ -298,7 +270,9 @@ def test_the_need_alone_is_the_need_of_the_whole_prediction_and_the_least_is_the
         for granted in (need, need - 1):
             limits = replace(context.job.limits, host_ram=granted)
             limited = replace(context, job=replace(context.job, limits=limits))
-            assert exceeds_host(limited, configuration) is (need > (limited.host_ram_bytes or 0) and not context.is_cpu)
+            assert candidates.exceeds_host(limited, configuration) is (
+                need > (limited.host_ram_bytes or 0) and not context.is_cpu
+            )
     least = min(memory.need_bytes for memory in settings.values())
     assert search.least_need(context, ROWS[row]).memory.need_bytes == least
     assert best_of(with_usable(model, spec, least), row).memory.need_bytes == least

@@ -7,14 +7,8 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import context_for, machine, plan_of
 
-from shardwise.trainer.planning.candidates import (
-    BOTH_ERRORS,
-    candidate_of,
-    configuration_of,
-    exceeds_host,
-    prediction_error,
-    priced,
-)
+from shardwise.trainer.planning import candidates
+from shardwise.trainer.planning.candidates import candidate_of, configuration_of, priced
 from shardwise.trainer.planning.configuration import Configuration
 from shardwise.trainer.planning.context import PlanningContext
 from shardwise.trainer.planning.explain.first_screen import first_screen, text_of
@@ -87,18 +81,15 @@ def test_a_reference_looks_its_rows_up_as_well():
 @pytest.mark.parametrize(
     ("model", "spec", "facts"),
     [
-        ("1b", "1xRTX-4090", {"method": Method.LORA}),
-        ("8b", "1xRTX-4090", {"method": Method.FULL}),
-        ("8b", "1xRTX-4090", {"method": Method.GALORE}),
-        ("8b", "2xRTX-4090", {"method": Method.LORA}),
-        ("8b", "1xCPU", {"method": Method.LORA}),
-        ("8b", "1xGB10", {"method": Method.LORA}),
+        ("1b", "1xRTX-4090", {"method": Method.LORA}), ("8b", "1xRTX-4090", {"method": Method.FULL}),
+        ("8b", "1xRTX-4090", {"method": Method.GALORE}), ("8b", "2xRTX-4090", {"method": Method.LORA}),
+        ("8b", "1xCPU", {"method": Method.LORA}), ("8b", "1xGB10", {"method": Method.LORA}),
         ("8b", "1xRTX-4090", {"method": Method.LORA, "allow": ()}),
         ("8b", machine("1xRTX-4090", ram_bytes=None), {"method": Method.LORA}),
         ("8b", "1xRTX-4090", {"method": Method.LORA, "pin": {"embedding_on_host": False}}),
     ],
     ids=["tied", "trained", "galore", "two cards", "cpu", "one pool", "not allowed", "unknown RAM", "pinned"],
-)
+)  # fmt: skip
 def test_elsewhere_it_is_not_offered(model, spec, facts):
     context = context_for(model, spec, **facts)
     assert {search.embeddings_on_host(context, row) for row in CATALOGUE} == {(False,)}
@@ -138,7 +129,7 @@ def test_where_a_table_fits_it_stays_on_the_card():
     plan = plan_of("8b", "1xH100-SXM5-80GB", method=Method.LORA)
     assert not any(candidate.embedding_on_host for candidate in plan.candidates)
     context = context_of(plan)
-    assert [prediction_error(each) for each in pair_of(context)] == [0.10, 0.10]
+    assert [candidates.prediction_error(each) for each in pair_of(context)] == [0.10, 0.10]
 
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
@@ -155,7 +146,7 @@ def test_a_card_that_is_full_without_its_table_too_has_the_price_of_weights_in_h
     device, host = pair_of(context)
     full, roomy = 7 * GIB, 6 * GIB
     assert priced(context, device, 1.0, full) == pytest.approx(1.05)
-    assert priced(context, host, 1.0, full) == pytest.approx(1.05 * BOTH_ERRORS)
+    assert priced(context, host, 1.0, full) == pytest.approx(1.05 * candidates.BOTH_ERRORS)
     assert priced(context, device, 1.0, roomy) == priced(context, host, 1.0, roomy) == 1.0
 
 
@@ -165,7 +156,7 @@ def test_more_host_ram_never_makes_a_plan_with_the_table_there_slower():
     found = [search.best_candidate(context, ALONE) for context in contexts]
     assert found[0] is None and found[-1] is not None and found[-1].embedding_on_host
     for context, candidate in zip(contexts, found, strict=True):
-        assert candidate is None or not exceeds_host(context, configuration_of(context, candidate))
+        assert candidate is None or not candidates.exceeds_host(context, configuration_of(context, candidate))
     seconds = [candidate.speed.step_s for candidate in found if candidate is not None]
     assert all(more <= less for less, more in pairwise(seconds))
 

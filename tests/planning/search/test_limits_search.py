@@ -103,13 +103,10 @@ def test_the_largest_model_fits_and_the_next_does_not(spec: str, now: str) -> No
 @pytest.mark.parametrize("question", limits.Question)
 def test_answers_stand_in_text_and_in_json(question: limits.Question) -> None:
     by_method = contexts("8b", machine("2xRTX-3090", ram_bytes=64 * GIB))
-    match question:
-        case limits.Question.LONGEST_SEQ:
-            steps = limits.longest_sequences(by_method)
-        case limits.Question.LARGEST_BATCH:
-            steps = limits.largest_batches(by_method)
-        case limits.Question.LARGEST_MODEL:
-            steps = limits.largest_models(by_method, PRESETS)
+    steps = {
+        limits.Question.LONGEST_SEQ: limits.longest_sequences, limits.Question.LARGEST_BATCH: limits.largest_batches,
+        limits.Question.LARGEST_MODEL: lambda contexts: limits.largest_models(contexts, PRESETS),
+    }[question](by_method)  # fmt: skip
     text = text_of(question, steps)
     answers = limits.limits_json(question, steps, machine="2 x RTX-3090")["answers"]
     assert max(map(len, text.splitlines())) <= 100

@@ -21,7 +21,7 @@ from shardwise.trainer.planning.speed.step import (
     offload_seconds,
     speed_notes,
 )
-from shardwise.trainer.planning.speed.work import adapters_of, elementwise_bytes, work_of
+from shardwise.trainer.planning.speed.work import work_of
 from shardwise.trainer.planning.tables.gpu_chips import CHIPS
 from shardwise.trainer.planning.tables.gpu_names import hardware_from_spec
 from shardwise.trainer.planning.tables.gpu_specs import GPU_SPECS
@@ -125,16 +125,6 @@ def test_a_slow_link_is_paid_for_every_byte_that_a_sharding_moves(sharding, num_
     device = replace(gpu(f"{nodes}xA100-SXM4-80GB"), **{slow: 10**7})
     found = seconds(LLAMA_8B, device, sharding=sharding, num_ranks=num_ranks, seq_len=128, **more)["communication_s"]
     assert found == pytest.approx(per_parameter * P / (constants.LINK_SHARE * 10**7), rel=0.01)
-
-
-def test_a_measured_network_replaces_the_one_of_the_datasheet() -> None:
-    nodes = gpu("2x8xH100-SXM5-80GB")
-    half = replace(nodes, measured_network_bytes_per_s=(nodes.network_bytes_per_s or 0) // 20)
-    settings = {"sharding": Sharding.FSDP, "num_ranks": 16}
-    assert (
-        seconds(LLAMA_8B, half, **settings)["communication_s"]
-        > 5 * seconds(LLAMA_8B, nodes, **settings)["communication_s"]
-    )
 
 
 @pytest.mark.parametrize("measured", [None, 20 * 10**9])
@@ -376,21 +366,20 @@ def test_replicas_of_hybrid_sharding_share_no_offloaded_state() -> None:
     [
         ({"matmul_flops_per_s": 10**12}, "compute_s", {}),
         ({"measured_fp32_flops_per_s": 10**11}, "compute_s", {"precision": Precision.FP32}),
-        (
-            {"measured_fp8_flops_per_s": 10**12},
-            "compute_s",
-            {"precision": Precision.FP8, "fp8_recipe": Fp8Recipe.TORCHAO_TENSORWISE},
-        ),
+        ({"measured_fp8_flops_per_s": 10**12}, "compute_s",
+         {"precision": Precision.FP8, "fp8_recipe": Fp8Recipe.TORCHAO_TENSORWISE}),
         ({"measured_attention_flops_per_s": 10**11}, "compute_s", {}),
         ({"measured_memory_bytes_per_s": 10**9}, "optimizer_s", {}),
         ({"measured_link_bytes_per_s": 10**8}, "communication_s", {"sharding": Sharding.FSDP}),
+        ({"measured_network_bytes_per_s": 10**9}, "communication_s", {"sharding": Sharding.FSDP, "num_ranks": 16}),
         ({"measured_pcie_bytes_per_s": 10**8}, "offload_s", {"offload": Offload.OPTIMIZER}),
         ({"measured_host_adam_bytes_per_s": 10**9}, "offload_s", {"offload": Offload.OPTIMIZER}),
         ({"nvme_bytes_per_s": 10**8}, "offload_s", {"offload": Offload.NVME_OPTIMIZER}),
     ],
-)
+)  # fmt: skip
 def test_each_measured_rate_replaces_its_share_of_the_datasheet(measured, part, fields):
-    rated, chosen = gpu("2xH100-SXM5-80GB"), {"sharding": Sharding.ZERO3, "num_ranks": 2, **fields}
+    chosen = {"sharding": Sharding.ZERO3, "num_ranks": 2, **fields}
+    rated = gpu("2x8xH100-SXM5-80GB" if chosen["num_ranks"] > 8 else "2xH100-SXM5-80GB")
     found = [seconds(LLAMA_8B, device, **chosen)[part] for device in (replace(rated, **measured), rated)]
     assert found[0] > 2 * found[1]
 
@@ -405,15 +394,6 @@ def test_a_capped_board_loses_less_than_in_proportion_and_a_halved_peak_is_come_
     assert [matmul("RTX-4090"), matmul("A100-SXM4-80GB")] == pytest.approx(
         [halved, constants.MATMUL_SHARE * A100_FLOPS]
     )
-
-
-def test_adapters_that_are_units_of_fsdp_keep_the_host_busy() -> None:
-    chosen = configuration(Sharding.FSDP, num_ranks=2, method=Method.QLORA, seq_len=256)
-    ours, theirs = (
-        estimate_speed(LLAMA_8B, replace(chosen, reference=reference), gpu("2xA100-SXM4-80GB")).parts["host_s"]
-        for reference in ("shardwise", "hf-trainer")
-    )
-    assert theirs > 1.5 * ours
 
 
 def test_eager_selective_recomputation_asks_the_host_about_every_operator() -> None:
@@ -493,24 +473,3 @@ def test_a_loop_over_experts_keeps_the_host_busy_with_each() -> None:
         hosts = [sum(estimate_speed(experts, each, gpu()).parts.values()) for each in (grouped, looped)]
         more = 3 * constants.OPERATOR_S * TINY.num_layers * 128 * count
         assert hosts[1] - hosts[0] == pytest.approx(more, rel=0.05), method
-
-
-def test_a_trainer_whose_head_is_not_compiled_moves_its_own_bytes_a_logit() -> None:
-    chosen = configuration(loss=LossHead.EAGER, compile=True, micro_batch=1, seq_len=8192)
-    others, prime = (
-        estimate_speed(LLAMA_8B, replace(chosen, reference=reference), gpu()).parts["compute_s"]
-        for reference in ("torchtitan", "prime-rl")
-    )
-    assert prime - others == pytest.approx((46 - 14) * 8192 * LLAMA_8B.vocab_size / rates_of(chosen, gpu()).memory)
-
-
-def test_what_a_trainer_moves_to_an_expert_and_back_is_its_own() -> None:
-    pair = Linear(name="experts", num_inputs=4096, num_outputs=14336, num_copies=8, num_used=2, is_linear_module=False)
-    experts = replace(LLAMA_8B, linears=(*LLAMA_8B.linears, pair), num_experts=8, experts_per_token=2)
-    work = [work_of(experts)]
-    chosen = configuration()
-    moved = [
-        elementwise_bytes(replace(chosen, reference=reference), work[0], adapters_of(experts, chosen))
-        for reference in ("torchtitan", "prime-rl")
-    ]
-    assert moved[1] - moved[0] == (30 - 12) * 32 * 4096 * 2

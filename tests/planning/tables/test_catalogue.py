@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS, optimizers_of
+from shardwise.trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
 from shardwise.trainer.spec.engines import Engine, Offload, Sharding
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Precision
@@ -49,10 +49,3 @@ def test_of_equally_fast_layouts_the_one_with_the_least_machinery_comes_first() 
 )  # fmt: skip
 def test_a_row_is_exact_where_it_is_adamw_with_full_master_weights(name: str, *, is_exact: bool) -> None:
     assert [row.is_exact for row in CATALOGUE if row.name == name] == [is_exact]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_deepspeed_offload_uses_its_cpu_adam_and_nothing_else_does(layout: tuple[Sharding, Offload]) -> None:
-    sharding, offload = layout
-    is_cpu_adam = optimizers_of(sharding, offload) == (Optimizer.DEEPSPEED_CPU_ADAM,)
-    assert is_cpu_adam is (sharding.uses_deepspeed and offload is not Offload.NONE)

@@ -130,32 +130,25 @@ def test_galore_runs_its_own_optimizers_only(optimizer):
 @pytest.mark.parametrize(
     "tree",
     [
-        job(model=SCRATCH),
-        job(data={"train": "o/n", "eval": {"source": "o/n", "split": "dev"}}),
+        job(model=SCRATCH), job(data={"train": "o/n", "eval": {"source": "o/n", "split": "dev"}}),
         job(model={"config": "folder", "tokenizer": "org/tokenizer"}),
         job(model={"name": "a/b", "trust_remote_code": "a/b"}),
         job(train={"method": "full", "lora": {"rank": 8}, "galore": {"rank": 8}}),
-        job(train={"method": "qlora", "lora": {"dora": True}}),
-        job(train={"steps": 10, "warmup": 10}),
+        job(train={"method": "qlora", "lora": {"dora": True}}), job(train={"steps": 10, "warmup": 10}),
         job(train={"seq_len": 131072, "tokens_per_step": 131072}),
         job(data={"train": "x", "streaming": True}, train={"steps": 10}),
         job(data={"train": "x", "eval": "none"}, checkpoint={"best": "eval_loss"}),
-        job(limits={"cost": 10}, price_per_gpu_hour=2),
-        job(pin={"optimizer": "deepspeed_cpu_adam"}),
+        job(limits={"cost": 10}, price_per_gpu_hour=2), job(pin={"optimizer": "deepspeed_cpu_adam"}),
         job(pin={"optimizer": "deepspeed_cpu_adam", "sharding": "zero2", "offload": "optimizer"}),
         job(train=BATCH, pin={"optimizer_in_backward": True, "micro_batch": 32, "sharding": "none"}),
-        job(pin={"optimizer_in_backward": True, "micro_batch": 8, "sharding": "none"}),
-        job(pin={"micro_batch": 3}),
-        job(train={"seq_len": 3000}),
-        job(train={"epochs": None}),
-        job(train={"tokens": 1000}),
+        job(pin={"optimizer_in_backward": True, "micro_batch": 8, "sharding": "none"}), job(pin={"micro_batch": 3}),
+        job(train={"seq_len": 3000}), job(train={"epochs": None}), job(train={"tokens": 1000}),
         job(pin={"optimizer_in_backward": True, "micro_batch": 8, "sharding": "ddp"}),
-        job(pin={"fp8_recipe": "mxfp8", "precision": "fp8"}),
-        job(pin={"fp8_recipe": "torchao_rowwise"}, allow=["fp8"]),
+        job(pin={"fp8_recipe": "mxfp8", "precision": "fp8"}), job(pin={"fp8_recipe": "torchao_rowwise"}, allow=["fp8"]),
         job(pin={"sharding": "none"}, slurm={"nodes": 1}),
     ],
     ids=lambda tree: str({key: value for key, value in tree.items() if value != job().get(key)})[:60],
-)
+)  # fmt: skip
 def test_settings_that_go_together_are_no_clash(tree):
     assert problems(tree) == ()
 

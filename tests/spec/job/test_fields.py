@@ -40,19 +40,16 @@ def test_every_example_job_is_valid(path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"log": {"wandb": False}},
-        {"limits": {"vram": "8GiB", "hours": "90 min"}},
+        {"log": {"wandb": False}}, {"limits": {"vram": "8GiB", "hours": "90 min"}},
         {"train": {"lr": "1e-4", "seq_len": "4k", "tokens_per_step": 4000, "warmup": "100 steps"}},
         {"train": {"lr": 0.001, "warmup": 10, "epochs": 0.5, "lora": {"targets": ["q_proj"]}}},
         {"checkpoint": {"every": "20 min", "async": "auto", "best": None}},
-        {"pin": {"sharding": None, "micro_batch": 4, "compile": True}},
-        {"allow": ["fp8", "compile"]},
-        {"slurm": {"time": "24:00:00", "modules": ["a", "b"]}},
-        {"pin": None},
+        {"pin": {"sharding": None, "micro_batch": 4, "compile": True}}, {"allow": ["fp8", "compile"]},
+        {"slurm": {"time": "24:00:00", "modules": ["a", "b"]}}, {"pin": None},
         {"data": {"train": [{"source": "o/n", "split": "dev"}], "eval": {"source": "o/n", "subset": "en"}}},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_the_reader_takes_the_schema_takes(settings):
     tree = {"model": {"name": "a/b"}, "data": {"train": [{"source": "x", "weight": 2}]}, **settings}
     VALIDATOR.validate(tree)

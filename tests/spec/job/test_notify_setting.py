@@ -13,17 +13,14 @@ JOB = {"model": {"name": "a/b"}, "data": {"train": "x"}}
 @pytest.mark.parametrize(
     ("written", "read"),
     [
-        (None, None),
-        ("none", None),
-        ("https://example.org/hook?x=1", ("https://example.org/hook?x=1",)),
+        (None, None), ("none", None), ("https://example.org/hook?x=1", ("https://example.org/hook?x=1",)),
         ("  http://me:word@example.org:8080/ ", ("http://me:word@example.org:8080/",)),
         ("mail -s done me@example.org", ("mail", "-s", "done", "me@example.org")),
         ("tell 'two words' $HOME;rm", ("tell", "two words", "$HOME;rm")),
-        (["tell", "two words"], ("tell", "two words")),
-        ("${TEAM_WEBHOOK}", ("$TEAM_WEBHOOK",)),
+        (["tell", "two words"], ("tell", "two words")), ("${TEAM_WEBHOOK}", ("$TEAM_WEBHOOK",)),
         ("$HOME/tell", ("$HOME/tell",)),
     ],
-)
+)  # fmt: skip
 def test_what_is_written_is_read(written, read):
     job = read_job({**JOB, "log": {"notify": written}}, origin="job.yaml")
     assert job.log.notify == read
@@ -34,13 +31,11 @@ def test_what_is_written_is_read(written, read):
     ("value", "fact"),
     [
         ("", "a URL, $NAME of a variable that holds one, a command or a list of its arguments"),
-        (3, "put it in quotes"),
-        ("ftp://example.org", "a URL begins with http:// or https://"),
-        ("https:///hook", "names no host"),
-        ("https://example.org/a b", "holds a space"),
+        (3, "put it in quotes"), ("ftp://example.org", "a URL begins with http:// or https://"),
+        ("https:///hook", "names no host"), ("https://example.org/a b", "holds a space"),
         ("tell 'it", "cannot be split into arguments"),
     ],
-)
+)  # fmt: skip
 def test_what_is_neither_is_refused_with_what_is_expected(value, fact):
     with pytest.raises(InputProblemsError) as caught:
         read_job({**JOB, "log": {"notify": value}}, origin="job.yaml")

@@ -14,15 +14,7 @@ from shardwise.trainer.spec.job.fields import BY_PATH, FIELDS, SECTIONS, childre
 from shardwise.trainer.spec.job.kinds import Every, Warmup, shown
 from shardwise.trainer.spec.job.other_names import OTHER_NAMES
 from shardwise.trainer.spec.job.reading import Change, Layer, read_job, read_layers, read_value
-from shardwise.trainer.spec.job.sections import (
-    Allowance,
-    CheckpointJob,
-    Job,
-    ModelJob,
-    NodeNetwork,
-    TrainJob,
-    WandbMode,
-)
+from shardwise.trainer.spec.job.sections import Allowance, Job, ModelJob, NodeNetwork, WandbMode
 from shardwise.trainer.spec.job.sources import DataSource
 from shardwise.trainer.spec.strategy import Method
 from shardwise.trainer.spec.units import GIB
@@ -124,12 +116,9 @@ def test_each_spelling_has_its_value_also_when_written_back(path, written, expec
         (False, None, None),
     ],
 )  # fmt: skip
-def test_evaluation_is_a_share_a_source_or_off(written, share, source):
+def test_evaluation_is_a_share_a_source_or_off_and_a_split_is_written_back(written, share, source):
     job = read_job(at("data.eval", written), origin="job.yaml")
     assert (job.data.eval_share, job.data.eval_source) == (share, source)
-
-
-def test_evaluation_may_name_a_split_of_a_data_set_and_is_written_back_so():
     written = {"source": "org/rows", "subset": "en", "split": "validation"}
     job = read_job(at("data.eval", written), origin="job.yaml")
     assert (job.data.eval_source, job.data.eval_subset, job.data.eval_split) == ("org/rows", "en", "validation")
@@ -141,7 +130,6 @@ def test_what_is_not_written_has_the_default_of_the_value():
     job = read_job(tree(), origin="job.yaml")
     assert job == Job(model=ModelJob(name="org/model"), data=job.data)
     assert job.data.train == (DataSource(source="text.txt"),)
-    assert (job.train, job.checkpoint) == (TrainJob(), CheckpointJob())
     assert read_job(tree(pin=None, train={"lora": None}), origin="job.yaml") == job, "an empty section is no problem"
 
 
@@ -339,15 +327,12 @@ def test_a_later_layer_replaces_the_setting_it_excludes(below, above, gone, stay
 @pytest.mark.parametrize(
     ("stated", "change", "named", "allowed"),
     [
-        (None, Change.ADD, ["fp8"], ("offload_cpu", "fp8")),
-        ([], Change.ADD, ["fp8"], ("fp8",)),
-        (["fp8", "compile"], Change.ADD, ["tf32", "fp8"], ("fp8", "compile", "tf32")),
-        (["fp8"], Change.ADD, [], ()),
-        (None, Change.REMOVE, ["offload_cpu"], ()),
-        (["fp8", "compile"], Change.REMOVE, ["fp8", "tf32"], ("compile",)),
+        (None, Change.ADD, ["fp8"], ("offload_cpu", "fp8")), ([], Change.ADD, ["fp8"], ("fp8",)),
+        (["fp8", "compile"], Change.ADD, ["tf32", "fp8"], ("fp8", "compile", "tf32")), (["fp8"], Change.ADD, [], ()),
+        (None, Change.REMOVE, ["offload_cpu"], ()), (["fp8", "compile"], Change.REMOVE, ["fp8", "tf32"], ("compile",)),
         (["fp8"], Change.REPLACE, ["tf32"], ("tf32",)),
     ],
-)
+)  # fmt: skip
 def test_opt_ins_of_the_command_line_add_to_those_of_the_job_or_take_away(stated, change, named, allowed):
     job = Layer(tree() if stated is None else tree(allow=stated), "job.yaml")
     reading = read_layers([job, Layer({"allow": named}, "command line", opt_ins=change)], origin="job.yaml")
