@@ -27,10 +27,11 @@ from shardwise.trainer.planning.simulated import (
     plan_of_simulated,
     simulated_memory,
 )
-from shardwise.trainer.spec.data.shapes import objective_of, rows_per_example
+from shardwise.trainer.spec.data.shapes import objective_of
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
+from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.packages import kernel_packages
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.report import relative_difference
@@ -102,7 +103,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         precision=chosen.strategy.precision,
         optimizer=chosen.strategy.optimizer,
         micro_batch=chosen.micro_batch,
-        rows_per_example=rows_per_example(objective_of(plan.job.train.objective, plan.data.format)),
+        rows_per_example=OBJECTIVES[objective_of(plan.job.train.objective, plan.data.format)].rows_per_example,
         seq_len=chosen.seq_len,
         document_tokens=document_tokens(plan.data, seq_len=chosen.seq_len),
         accumulation=chosen.accumulation,

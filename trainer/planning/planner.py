@@ -48,9 +48,10 @@ from shardwise.trainer.spec.engines import Offload
 from shardwise.trainer.spec.errors import InputError, InputProblemsError, NothingFitsError
 from shardwise.trainer.spec.hardware import Hardware, LinkKind
 from shardwise.trainer.spec.job.kinds import one_of
-from shardwise.trainer.spec.job.sections import Job, Objective
+from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import (
     Calibration,
@@ -433,9 +434,10 @@ def _check_router_loss(job: Job, shape: ModelShape, data: DataProfile, hooks: Se
             else "has no such loss in transformers, as models do that balance their experts by a bias (DeepSeek-V3)"
         )
         raise InputError(f"train.router_aux_loss: {shape.model_type} {how}; remove it")
-    if objective_of(job.train.objective, data.format) is Objective.DPO:
+    objective = objective_of(job.train.objective, data.format)
+    if not OBJECTIVES[objective].weighs_tokens_alike:
         raise InputError(
-            "train.router_aux_loss and train.objective: dpo exclude each other; it is added to token losses"
+            f"train.router_aux_loss and train.objective: {objective} exclude each other; it is added to token losses"
         )
     if Hook.LOSS in hooks:
         raise InputError("train.router_aux_loss and the loss of extensions exclude each other; remove one of them")
@@ -443,39 +445,43 @@ def _check_router_loss(job: Job, shape: ModelShape, data: DataProfile, hooks: Se
 
 def _check_loss(job: Job, shape: ModelShape, data: DataProfile, hooks: Sequence[Hook]) -> None:
     """InputError for settings that exclude the objective, the model's logits or a function of the extensions file."""
-    pinned, objective = job.pin.loss, job.train.objective
-    fitting = shapes_for(objective)
+    pinned, fitting = job.pin.loss, shapes_for(job.train.objective)
     if data.format not in fitting:
         raise InputError(
-            f"train.objective: {objective} learns from {' or '.join(fitting)} rows; data.train holds {data.format}"
+            f"train.objective: {job.train.objective} learns from {' or '.join(fitting)} rows; data.train holds "
+            f"{data.format}"
         )
+    objective = objective_of(job.train.objective, data.format)
+    weighs_tokens_alike = OBJECTIVES[objective].weighs_tokens_alike
     if pinned is not None and pinned not in shape.loss_heads:
         raise InputError(
             f"pin.loss: {pinned} and {shape.model_type} exclude each other, whose logits are more than a product of "
             "its head;\nuse pin.loss=eager"
         )
-    if pinned is LossHead.FUSED_LINEAR and objective_of(job.train.objective, data.format) is Objective.DPO:
+    if pinned is LossHead.FUSED_LINEAR and not weighs_tokens_alike:
         raise InputError(
-            "pin.loss: fused_linear and train.objective: dpo exclude each other; Liger makes its gradients before the "
-            "weight of a row is known: use pin.loss=chunked"
+            f"pin.loss: fused_linear and train.objective: {objective} exclude each other; Liger makes its gradients "
+            "before the weight of a row is known: use pin.loss=chunked"
         )
     method = job.train.method
     if method is not None and not method.freezes_base and needs_every_row_first(job, data):
         raise InputError(
-            f"data.streaming, train.objective: dpo and train.method: {method} exclude each other; the initial model "
-            "would have to score rows that are not read yet: train.method=lora needs no such scores"
+            f"data.streaming, train.objective: {objective} and train.method: {method} exclude each other; the initial "
+            "model would have to score rows that are not read yet: train.method=lora needs no such scores"
         )
     if Hook.LOSS in hooks and pinned not in (None, LossHead.EAGER):
         raise InputError(f"pin.loss: {pinned} and the loss of extensions exclude each other; it receives all logits")
-    if Hook.LOSS in hooks and objective_of(job.train.objective, data.format) is Objective.DPO:
-        raise InputError("train.objective: dpo and the loss of extensions exclude each other; remove one of them")
+    if Hook.LOSS in hooks and not weighs_tokens_alike:
+        raise InputError(
+            f"train.objective: {objective} and the loss of extensions exclude each other; remove one of them"
+        )
     if Hook.BUILD_MODEL in hooks and job.train.method is Method.QLORA:
         raise InputError("train.method: qlora and build_model of extensions exclude each other; qlora reads a folder")
 
 
 def needs_every_row_first(job: Job, data: DataProfile) -> bool:
     """True if full training would need a scan of rows that a stream has not reached yet."""
-    return data.is_stream and objective_of(job.train.objective, data.format) is Objective.DPO
+    return data.is_stream and OBJECTIVES[objective_of(job.train.objective, data.format)].scores_initial_model
 
 
 def check_pins(context: PlanningContext) -> None:

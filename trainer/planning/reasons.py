@@ -42,6 +42,7 @@ from shardwise.trainer.spec.fp8 import FP8_RECIPES
 from shardwise.trainer.spec.host_ram import NEARLY_FULL
 from shardwise.trainer.spec.job.sections import Allowance, Objective
 from shardwise.trainer.spec.messages.extension import Hook
+from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.plan import Candidate, TrialResult
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision
 from shardwise.trainer.spec.units import format_bytes, format_seconds
@@ -171,7 +172,8 @@ def warnings(context: PlanningContext, chosen: Candidate) -> tuple[str, ...]:
 def _unused_settings(context: PlanningContext) -> Iterator[str]:
     """Settings of sections that the method or the objective does not read."""
     train, method = context.job.train, context.method
-    is_dpo = context.data is None or objective_of(train.objective, context.data.format) is Objective.DPO
+    objective = None if context.data is None else objective_of(train.objective, context.data.format)
+    is_dpo = objective is None or OBJECTIVES[objective].section == "dpo"
     for name, section, is_read, remedy in (
         ("lora", train.lora, method.freezes_base, "train.method: lora uses it"),
         ("galore", train.galore, method is Method.GALORE, "train.method: galore uses it"),

@@ -29,11 +29,12 @@ from typing import NamedTuple
 
 from shardwise.trainer.planning.configuration import PolicyChoices
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram, stream_note
-from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, rows_per_example
+from shardwise.trainer.spec.data.shapes import SHAPES, objective_of
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import Every, Warmup
 from shardwise.trainer.spec.job.sections import DataFormat, Job, LossOn, Objective, TrainJob
 from shardwise.trainer.spec.model.shape import ModelShape
+from shardwise.trainer.spec.objectives import OBJECTIVES, DefaultWarmup
 from shardwise.trainer.spec.optimizers import ADAMW_RATES, Optimizer, PublishedRate, Rates, two_digits
 from shardwise.trainer.spec.plan import Schedule
 from shardwise.trainer.spec.strategy import Method
@@ -45,16 +46,6 @@ class DefaultRate(NamedTuple):
 
     lr: float
     source: str
-
-
-_ADAMW_DPO = (
-    PublishedRate(3e9, 1e-6, "the default of TRL's DPOConfig"),
-    PublishedRate(20e9, 5e-7, "Zephyr 7B (arXiv:2310.16944) and OLMo 7B (arXiv:2402.00838)"),
-    PublishedRate(math.inf, 2e-7, "Tulu 3 70B (arXiv:2411.15124)"),
-)
-_ADAMW_DPO_ADAPTERS = (
-    PublishedRate(math.inf, 5e-6, "Zephyr 7B with QLoRA, ten times its full rate (arXiv:2310.16944)"),
-)
 
 
 _GALORE_FROM_SCRATCH = (
@@ -74,9 +65,11 @@ def default_rate(
 ) -> DefaultRate:
     """The rate of the first row that is large enough."""
     rates = _GALORE if method is Method.GALORE else optimizer.facts.rates
-    if objective is Objective.DPO:
-        row, verb = _dpo_row(rates, num_parameters, freezes_base=method.freezes_base), "DPO"
-        verb = f"{verb} of {method} adapters" if method.freezes_base else verb
+    facts = OBJECTIVES[objective]
+    published = facts.adapter_rates if method.freezes_base else facts.rates
+    if published:
+        row = _scaled(published, rates, num_parameters, freezes_base=method.freezes_base)
+        verb = f"{objective.upper()} of {method} adapters" if method.freezes_base else objective.upper()
     elif method.freezes_base:
         row, verb = _large_enough(rates.adapters, num_parameters), f"{method} adapters"
     elif is_from_scratch:
@@ -90,8 +83,9 @@ def _large_enough(rows: tuple[PublishedRate, ...], num_parameters: int) -> Publi
     return next(row for row in rows if num_parameters <= row.max_parameters)
 
 
-def _dpo_row(rates: Rates, num_parameters: int, *, freezes_base: bool) -> PublishedRate:
-    published = _large_enough(_ADAMW_DPO_ADAPTERS if freezes_base else _ADAMW_DPO, num_parameters)
+def _scaled(rows: tuple[PublishedRate, ...], rates: Rates, num_parameters: int, *, freezes_base: bool) -> PublishedRate:
+    """AdamW's rate for an objective, as much larger or smaller as the optimizer's rate for fine-tuning is."""
+    published = _large_enough(rows, num_parameters)
     own, adamw = (
         _large_enough(each.adapters if freezes_base else each.fine_tuning, num_parameters)
         for each in (rates, ADAMW_RATES)
@@ -258,17 +252,6 @@ EVALUATIONS_PER_RUN = 10  # by default
 CHECKPOINT_EVERY_S = 1200.0  # by default: the most that a killed run loses
 
 
-class DefaultWarmup(NamedTuple):
-    """The share of a run in which the rate rises, and its source."""
-
-    share: float
-    source: str
-
-
-_WARMUP = DefaultWarmup(0.03, "QLoRA, arXiv:2305.14314; OLMo 7B, arXiv:2402.00838")
-_DPO_WARMUP = DefaultWarmup(0.10, "Zephyr 7B, arXiv:2310.16944; OLMo 7B, arXiv:2402.00838")
-
-
 USUAL_STEPS = 300  # of a default run on few data; published: LIMA 469, Llama 2 chat 860, Alpaca 1,218
 LEAST_STEPS = 100  # that remain where idle ranks make the default batch larger
 DEFAULT_STEP_TOKENS = 65536  # of a step on much data, with existing weights
@@ -289,9 +272,7 @@ _FROM_SCRATCH = _RunKind(
     "training from scratch", 4, "arXiv:2305.16264", batch_source="Step Law, arXiv:2503.04715", is_from_scratch=True
 )
 _KINDS = {
-    Objective.PRETRAIN: _RunKind("continued pre-training", 4, "arXiv:2305.16264"),
-    Objective.SFT: _RunKind("fine-tuning", 3, "Stanford Alpaca; arXiv:2305.16264"),
-    Objective.DPO: _RunKind("preference training", 1, "Tulu 3, arXiv:2411.15124"),
+    objective: _RunKind(facts.run, facts.max_epochs, facts.epochs_source) for objective, facts in OBJECTIVES.items()
 }
 
 
@@ -323,15 +304,14 @@ def make_schedule(
     num_steps = length.num_steps
     optimizer = optimizer or job.pin.optimizer or Optimizer.ADAMW
     lr, lr_source = _learning_rate(job, shape, method, optimizer, objective)
-    default_warmup = _DPO_WARMUP if objective is Objective.DPO else _WARMUP
-    warmup_steps, warmup_source = _warmup_steps(train, num_steps, default_warmup)
+    warmup_steps, warmup_source = _warmup_steps(train, num_steps, OBJECTIVES[objective].warmup)
     evaluations = _eval_every(job, data, num_steps)
     checkpoints = _checkpoint_every(job, evaluations, num_steps)
     return Schedule(
         num_steps=num_steps,
         length_source=length.length_source,
         sequences_per_step=length.sequences,
-        tokens_per_step=length.sequences * rows_per_example(objective) * train.seq_len,
+        tokens_per_step=length.sequences * OBJECTIVES[objective].rows_per_example * train.seq_len,
         batch_source=length.batch_source,
         warmup_steps=warmup_steps,
         lr=lr,
@@ -404,7 +384,7 @@ def _long_warmup(job: Job, schedule: Schedule) -> str | None:
 
 
 def _few_targets(job: Job, data: DataProfile, schedule: Schedule) -> str | None:
-    if data.num_targets is None or rows_per_example(objective_of(job.train.objective, data.format)) > 1:
+    if data.num_targets is None or OBJECTIVES[objective_of(job.train.objective, data.format)].rows_per_example > 1:
         return None
     passes = max(1.0, schedule.num_steps * schedule.sequences_per_step / data.num_rows)  # few steps are another warning
     if data.num_targets * passes >= FEW_TARGETS and data.num_targets >= FEW_TARGETS_SHARE * data.num_tokens:
@@ -420,7 +400,7 @@ def _length(job: Job, data: DataProfile, objective: Objective, num_ranks: int) -
     """Batch and number of steps: those of the job, or the defaults of its kind of run."""
     if data.num_rows < 1:
         raise InputError("data.train has no rows to train on")
-    train, num_tokens = job.train, rows_per_example(objective) * job.train.seq_len
+    train, num_tokens = job.train, OBJECTIVES[objective].rows_per_example * job.train.seq_len
     kind = _FROM_SCRATCH if job.model.config is not None else _KINDS[objective]
     stated = None if train.tokens_per_step is None else sequences_per_step(train.tokens_per_step, num_tokens)
     learned_share = _tokens_per_row(train, data) / train.seq_len  # of a row; the rest is padding

@@ -21,4 +21,3 @@ def test_an_objective_assumes_a_shape_that_it_learns_from():
         shape = shapes.assumed_shape(objective, DataFormat.AUTO)
         assert shape in shapes.shapes_for(objective)
         assert shapes.objective_of(Objective.AUTO, shape) is objective
-        assert shapes.rows_per_example(objective) == SHAPES[shape].rows_per_example

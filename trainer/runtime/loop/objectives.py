@@ -65,9 +65,11 @@ from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job import sections as job
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.messages.rank_files import REFERENCE_PHASE
+from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation
 from shardwise.trainer.spec.strategy import LossHead
+from shardwise.trainer.spec.value import complete
 
 if TYPE_CHECKING:
     from shardwise.trainer.runtime.loop.session import Session
@@ -417,14 +419,20 @@ def build_objectives(session: "Session", wants_stop: Callable[[], bool]) -> Obje
     None where a stop was wanted meanwhile. InputError where a loss head cannot, EnvironmentFaultError where a resumed
     run has no reference.
     """
+    return _BUILDERS[objective_of(session.plan.job.train.objective, session.plan.data.format)](session, wants_stop)
+
+
+def _of_token_losses(session: "Session", _wants_stop: Callable[[], bool]) -> Objectives:
+    if session.hooks is not None and session.hooks.has(Hook.LOSS):
+        return Objectives(UserLoss(session.hooks), TokenScore())
+    coefficient = session.plan.job.train.router_aux_loss
+    if coefficient is None:
+        return Objectives(TokenLoss(), TokenScore())
+    return Objectives(BalancedTokenLoss(RouterLoss(plain_model(session.model)), coefficient), TokenScore())
+
+
+def _of_preferences(session: "Session", wants_stop: Callable[[], bool]) -> Objectives | None:
     plan = session.plan
-    if objective_of(plan.job.train.objective, plan.data.format) is not job.Objective.DPO:
-        if session.hooks is not None and session.hooks.has(Hook.LOSS):
-            return Objectives(UserLoss(session.hooks), TokenScore())
-        coefficient = plan.job.train.router_aux_loss
-        if coefficient is None:
-            return Objectives(TokenLoss(), TokenScore())
-        return Objectives(BalancedTokenLoss(RouterLoss(plain_model(session.model)), coefficient), TokenScore())
     if plan.chosen.loss is LossHead.FUSED_LINEAR:
         raise InputError(
             "pin.loss: fused_linear and train.objective: dpo exclude each other; Liger makes its gradients before the "
@@ -436,6 +444,17 @@ def build_objectives(session: "Session", wants_stop: Callable[[], bool]) -> Obje
         return None
     loss = DpoLoss(plan.job.train.dpo.beta, reference)
     return Objectives(loss, loss)
+
+
+_BUILDERS: dict[job.Objective, Callable[["Session", Callable[[], bool]], Objectives | None]] = complete(
+    OBJECTIVES,
+    {
+        job.Objective.PRETRAIN: _of_token_losses,
+        job.Objective.SFT: _of_token_losses,
+        job.Objective.DPO: _of_preferences,
+    },
+    "the builders of objectives",
+)
 
 
 def _reference(session: "Session", wants_stop: Callable[[], bool]) -> Reference | None:

@@ -12,6 +12,7 @@ from enum import Enum
 
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat, LossOn, Objective
+from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.value import Value
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -62,11 +63,15 @@ class ShapeFacts(Value, frozen=True, kw_only=True):
     encoding: Encoding
     objective: Objective  # that `train.objective: auto` selects
     also_for: tuple[Objective, ...] = ()  # other objectives that can learn from it
-    rows_per_example: int = 1  # 2: the rows of a pair, which are compared and cannot be packed
     packs_by_default: bool = True
     loss_on: tuple[LossOn, ...] = ()  # choices in addition to auto and all
     plural: str
     learned: str  # the tokens that `data.loss_on: auto` selects
+
+    @property
+    def rows_per_example(self) -> int:
+        """2: the rows of a pair, which are compared and cannot be packed."""
+        return OBJECTIVES[self.objective].rows_per_example
 
 
 SHAPES: Mapping[DataFormat, ShapeFacts] = {
@@ -101,7 +106,6 @@ SHAPES: Mapping[DataFormat, ShapeFacts] = {
         identified_by=((0, ("chosen", "rejected")),),
         encoding=Encoding.RENDERED,
         objective=Objective.DPO,
-        rows_per_example=2,
         packs_by_default=False,
         plural="preferences",
         learned="which of two answers is the better one",
@@ -179,8 +183,3 @@ def assumed_shape(requested: Objective, stated: DataFormat) -> DataFormat:
         return stated
     objective = Objective.PRETRAIN if requested is Objective.AUTO else requested
     return next(shape for shape in BY_PRECEDENCE if SHAPES[shape].objective is objective)
-
-
-def rows_per_example(objective: Objective) -> int:
-    """Sequences of one example: 2 for a preference, the chosen and the rejected completion."""
-    return SHAPES[assumed_shape(objective, DataFormat.AUTO)].rows_per_example

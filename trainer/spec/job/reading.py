@@ -27,7 +27,8 @@ from shardwise.trainer.spec.errors import InputProblemsError
 from shardwise.trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, children
 from shardwise.trainer.spec.job.kinds import HintError, nearest, one_of, shown
 from shardwise.trainer.spec.job.other_names import OTHER_NAMES
-from shardwise.trainer.spec.job.sections import Allowance, BadRows, DataFormat, Job, LossOn, Objective
+from shardwise.trainer.spec.job.sections import Allowance, BadRows, DataFormat, Job, LossOn
+from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
@@ -309,9 +310,13 @@ def _scratch_method(job: Job) -> str | None:
 
 
 def _scratch_objective(job: Job) -> str | None:
-    if job.train.objective is not Objective.DPO or job.model.config is None:
+    objective, facts = job.train.objective, OBJECTIVES.get(job.train.objective)
+    if facts is None or not facts.scores_initial_model or job.model.config is None:
         return None
-    return "train.objective: dpo and model.config exclude each other; it starts from a trained model: write model.name"
+    return (
+        f"train.objective: {objective} and model.config exclude each other; it starts from a trained model: write "
+        "model.name"
+    )
 
 
 def _objective_format(job: Job) -> str | None:
