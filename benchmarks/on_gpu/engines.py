@@ -94,6 +94,8 @@ CASES: tuple[EngineCase, ...] = (
     *(_case(engine, engine=engine) for engine in ENGINES_OF_ONE),
     _case("lora", _LORA, ("adapters", "float32")),
     _case("qlora", _QLORA, ("4-bit layers", "nf4"), ("checkpointing", _BLOCKS)),
+    *(_case(f"{name} fused_adapters", method | {"pin.fused_adapters": "true"}, ("fused adapters", r"^[1-9]"))
+      for name, method in (("lora", _LORA), ("qlora", _QLORA))),
     _case("dpo", _LORA | {"train.objective": "dpo", "train.lr": "0.0001"}, learns=False, rows=RowKind.PAIRS),
     _case("galore", _GALORE, ("projectors", "32")),
     _case("galore layerwise", _GALORE | {"train.galore.layerwise": "true"}, ("projectors", "32"), _IN_BACKWARD),
@@ -114,6 +116,7 @@ CASES: tuple[EngineCase, ...] = (
     _case("activation_offload", {"pin.activation_offload": "true"}, ("activation_offload", "tensors of [1-9]")),
     *(_case(f"loss {each}", {"pin.loss": each}) for each in ("eager", "fused", "fused_linear")),
     *(_case(f"loss fused_linear {each}", {"pin.loss": "fused_linear"}, engine=each) for each in ("zero3", "fsdp")),
+    _case("loss chunked compiled_head", {"pin.compiled_head": "true"}, ("compiled head", "^2 graphs without a break")),
     _optimizer("adamw_8bit", _EIGHT_BIT),
     _optimizer("paged_adamw", _PAGED),
     _optimizer("paged_adamw_8bit", _EIGHT_BIT, _PAGED),

@@ -77,6 +77,7 @@ CASES: tuple[Case, ...] = (
     # Loss heads and recomputation on one model, everything else equal.
     *(case_of(f"{Q05} full bf16-mixed adamw_fused none {loss} 4x2048") for loss in ("chunked", "fused")),
     case_of(f"{Q05} full bf16-mixed adamw_fused none fused_linear 4x2048"),
+    case_of(f"{Q05} full bf16-mixed adamw_fused none chunked 4x2048", compiled_head="true"),
     case_of(f"{Q05} full bf16-mixed adamw_fused full eager 4x2048"),
     *(case_of(f"{Q05} full bf16-mixed adamw_fused {each} chunked 4x2048")
       for each in ("full", "selective", "attention", "every_n")),
@@ -109,6 +110,8 @@ CASES: tuple[Case, ...] = (
     case_of(f"{L1} qlora bf16-mixed adamw_fused none eager 4x2048"),
     case_of(f"{Q3} qlora bf16-mixed paged_adamw full chunked 4x2048"),
     case_of(f"{L8} qlora bf16 adamw_8bit full chunked 1x16384"),
+    *(case_of(f"{L1} {each} bf16-mixed adamw_fused full chunked 4x2048", fused_adapters=fused)
+      for each in ("lora", "qlora") for fused in ("false", "true")),
     # GaLore.
     case_of(f"{L1} galore bf16 adamw_8bit full fused 4x2048"),
     case_of(f"{L3} galore bf16 adafactor full chunked 2x2048"),

@@ -100,6 +100,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         bf16_reduction=chosen.bf16_reduction,
         embedding_on_host=chosen.embedding_on_host,
         prefetch_two_blocks=chosen.prefetch_two_blocks,
+        fused_adapters=chosen.fused_adapters,
         precision=chosen.strategy.precision,
         optimizer=chosen.strategy.optimizer,
         micro_batch=chosen.micro_batch,

@@ -38,7 +38,7 @@ _SETTINGS = (
     "method", "num_ranks", "micro_batch", "accumulation", "seq_len", "checkpointing", "checkpoint_every_n", "attention",
     "loss", "loss_chunk_tokens", "compile", "fused_kernels", "activation_offload", "optimizer_in_backward",
     "fp8_recipe", "tf32", "shard_group", "reduce_every_micro_batch", "bf16_reduction", "embedding_on_host",
-    "prefetch_two_blocks",
+    "prefetch_two_blocks", "fused_adapters", "compiled_head",
 )  # fmt: skip
 _STRATEGY = ("sharding", "offload", "optimizer", "precision")
 _MEMORY = ("steady_allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "device_bytes")

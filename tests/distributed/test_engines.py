@@ -36,6 +36,7 @@ DEEP = {
     "fsdp two deep": "fsdp deep",
     "fsdp_grad_op two deep": "fsdp_grad_op deep",
 }  # four blocks; two are gathered ahead
+FUSED = {f"{sharding} lora fused": f"{sharding} lora" for sharding in (Sharding.DDP, Sharding.FSDP)}
 UNCHECKED = {f"{sharding} unchecked": sharding for sharding in (Sharding.DDP, Sharding.FSDP, Sharding.ZERO3)}
 each = pytest.mark.parametrize("sharding", CASES)
 
@@ -51,6 +52,7 @@ def plan_of(case: str, cache_dir: Path) -> Plan:
     settings["method"] = Method.LORA if "lora" in form else Method.FULL
     settings["reduce_every_micro_batch"] = "every" in form
     settings["prefetch_two_blocks"] = "two" in form
+    settings["fused_adapters"] = "fused" in form
     if "deep" in form:
         settings["model_config"] = {**TINY_LLAMA, "num_hidden_layers": 4}
     settings["train"] = {"check_first_steps": "unchecked" not in form}
@@ -65,7 +67,7 @@ def plan_of(case: str, cache_dir: Path) -> Plan:
 def runs(run_dirs, cache_dir) -> Callable[[str], Path]:
     return run_dirs(
         lambda case, _: plan_of(case, cache_dir),
-        (*CASES, LORA, *SUMS, HSDP_EVERY, *DEEP, *DEEP.values(), *UNCHECKED),
+        (*CASES, *SUMS, HSDP_EVERY, *DEEP, *DEEP.values(), *FUSED, *FUSED.values(), *UNCHECKED),
         kind=":note",
     )
 
@@ -152,6 +154,16 @@ def test_two_blocks_gathered_ahead_change_no_step_and_gather_no_more(case, runs,
     counts, others = (notes_of(runs(each))["collectives"] for each in (case, DEEP[case]))
     # They are counted from the start of a process, which has several runs.
     assert [after - before for before, after in pairwise(counts)] == [b - a for a, b in pairwise(others)]
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_adapters_fused_with_their_layers_make_the_same_steps_on_two_ranks(case, runs):
+    """Verified by the rank itself, before the first step and after it; FSDP2 recomputes the blocks here."""
+    assert engaged_of(runs(case), 0).facts["fused adapters"] == "14 of 14 layers"
+    assert "fused adapters" not in engaged_of(runs(FUSED[case]), 0).facts
+    found, expected = (metrics_of(runs(each)) for each in (case, FUSED[case]))
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-6)
 
 
 @pytest.mark.parametrize("case", UNCHECKED)

@@ -40,6 +40,7 @@ def configuration_of(request: SimulationRequest) -> Configuration:
         reduce_every_micro_batch=request.reduce_every_micro_batch, bf16_reduction=request.bf16_reduction,
         embedding_on_host=request.embedding_on_host,
         prefetch_two_blocks=request.prefetch_two_blocks,
+        fused_adapters=request.fused_adapters,
         policy=PolicyChoices(rows_per_example=request.rows_per_example, document_tokens=request.document_tokens),
     )  # fmt: skip
     return chosen

@@ -71,6 +71,8 @@ class Configuration(Value, frozen=True, kw_only=True):
     bf16_reduction: bool = False  # of FSDP2: gradients are added up over the ranks in bf16
     embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM
     prefetch_two_blocks: bool = False  # of FSDP2: two blocks are gathered ahead of the one at work, not one
+    fused_adapters: bool = False  # an adapted layer is one autograd function, which adds in place
+    compiled_head: bool = False  # torch.compile of the slices of `chunked`, each as long as the others
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     router_aux_loss: float | None = None

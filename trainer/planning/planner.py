@@ -411,6 +411,8 @@ _SETTING_AXES = (
     "reduce_every_micro_batch",
     "embedding_on_host",
     "prefetch_two_blocks",
+    "fused_adapters",
+    "compiled_head",
 )
 
 
@@ -471,6 +473,8 @@ def _check_loss(job: Job, shape: ModelShape, data: DataProfile, hooks: Sequence[
         )
     if Hook.LOSS in hooks and pinned not in (None, LossHead.EAGER):
         raise InputError(f"pin.loss: {pinned} and the loss of extensions exclude each other; it receives all logits")
+    if Hook.LOSS in hooks and job.pin.compiled_head:
+        raise InputError("pin.compiled_head and the loss of extensions exclude each other; it receives all logits")
     if Hook.LOSS in hooks and not weighs_tokens_alike:
         raise InputError(
             f"train.objective: {objective} and the loss of extensions exclude each other; remove one of them"

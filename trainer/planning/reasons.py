@@ -96,12 +96,12 @@ def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
     return (
         f"{row.sharding}: {_why_sharding(context, candidate)}{_why_group(context, candidate)}"
         f"{_why_reduced(context, candidate)}{_why_on_host(context, candidate)}"
-        f"{_why_prefetched(candidate)}",
+        f"{_why_prefetched(candidate)}{_why_fused(candidate)}",
         f"{row.precision}: {_why_precision(context, candidate)}",
         f"micro batch {candidate.micro_batch}: {_why_micro_batch(context, candidate)}",
         f"checkpointing {candidate.checkpointing}: {_why_checkpointing(context, candidate)}",
         f"attention {candidate.attention}: {attention(context, row.precision)[1]}",
-        f"loss {candidate.loss}: {_why_loss(context, candidate)}",
+        f"loss {candidate.loss}: {_why_loss(context, candidate)}{_why_compiled_head(candidate)}",
     )
 
 
@@ -331,6 +331,16 @@ def _why_on_host(context: PlanningContext, candidate: Candidate) -> str:
 def _why_prefetched(candidate: Candidate) -> str:
     """That two blocks are gathered ahead, which nothing but the job file decides; empty where one is."""
     return "; two blocks are gathered ahead: the job file pins it" if candidate.prefetch_two_blocks else ""
+
+
+def _why_fused(candidate: Candidate) -> str:
+    """That adapters are fused with their layers, which nothing but the job file decides; empty if they are PEFT's."""
+    return "; adapters are fused with their layers: the job file pins it" if candidate.fused_adapters else ""
+
+
+def _why_compiled_head(candidate: Candidate) -> str:
+    """That the slices of the head are compiled, which nothing but the job file decides; empty if they are not."""
+    return "; its slices are compiled: the job file pins it" if candidate.compiled_head else ""
 
 
 def _why_precision(context: PlanningContext, candidate: Candidate) -> str:

@@ -6,7 +6,8 @@ Position t learns token t + 1; the shift happens here, labels come unshifted, `I
 A `LossOutput` selects the result: that sum, or the log-probability of each row, or a score.
 
     eager         as transformers by default: logits of all tokens, upcast to fp32, softmax saved for the backward
-    chunked       plain torch: `chunk_tokens` tokens at a time, once in the forward and once more in the backward
+    chunked       plain torch: `chunk_tokens` tokens at a time, once in the forward and once more in the backward; a
+                  `SliceBody` may compute the slices instead (`memory.compiled_head`)
     fused         plain torch: logits of all tokens, once, in the computing type; their gradient replaces them
     fused_linear  Liger's kernels for CUDA: logits of a slice of tokens, gradients made in the forward
 
@@ -54,7 +55,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -96,12 +97,18 @@ _WITHOUT_GRADIENT = (LossOutput.SCORE, LossOutput.TOKENS)
 
 
 def install_loss_head(
-    model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None, is_pinned: bool = True
+    model: PreTrainedModel,
+    head: LossHead,
+    *,
+    chunk_tokens: int | None,
+    is_pinned: bool = True,
+    body: "SliceBody | None" = None,
 ) -> "LossForward":
     """Makes `model(input_ids=..., labels=..., output=...)` return the sum of token losses, or another `LossOutput`.
 
     Without labels the model returns what it returned before (generation needs it). If `fused_linear` is not pinned,
-    `chunked` computes the loss where Liger's kernels fail to compile.
+    `chunked` computes the loss where Liger's kernels fail to compile. `body` computes the slices of `chunked`, each of
+    `chunk_tokens` tokens.
     """
     config: Any = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -118,7 +125,7 @@ def install_loss_head(
     if rule is not None:
         of_head: Any = model.get_output_embeddings()
         default = FUSED_SLICE_TOKENS if liger is not None else DEFAULT_CHUNK_TOKENS
-        of_head.forward = _HeadForward(of_head, head, chunk_tokens or default, softcap, liger).forward
+        of_head.forward = _HeadForward(of_head, head, chunk_tokens or default, softcap, liger, body).forward
     loss = LossForward(head, rule, model.forward, liger)
     replaceable.forward = MethodType(loss.forward, model)  # a method of the model: Accelerate binds its function anew
     return loss
@@ -367,6 +374,18 @@ def _loss_of_logits(
     return sum_rows(losses, row_tokens)
 
 
+class SliceBody(Protocol):
+    """What a slice of `chunked` computes, in another way than by plain torch."""
+
+    def losses(self, hidden: Tensor, head: "Head", targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and the log of the normaliser of each token [C] of hidden [C, H], both in fp32."""
+
+    def gradient(
+        self, hidden: Tensor, head: "Head", targets: Tensor, log_normalisers: Tensor, shares: Tensor | None
+    ) -> Tensor:
+        """The gradient of the logits [C, V] before the cap, in the head's type; `shares` [C, 1] multiply it."""
+
+
 class Head(NamedTuple):
     """The head that maps hidden states [T, H] to logits: weight [V, H], bias [V], and a cap on the logits."""
 
@@ -389,6 +408,7 @@ class _HeadForward:
     chunk_tokens: int
     softcap: float | None
     liger: "LigerLoss | None"  # the loss of `fused_linear`
+    body: "SliceBody | None"  # of the slices of `chunked`
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, *, output: LossOutput = LossOutput.SUM) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
@@ -408,7 +428,7 @@ class _HeadForward:
         return found
 
     def _chunked(self, hidden: Tensor, head: Head, targets: Tensor, *, row_tokens: int | None) -> Any:  # noqa: ANN401  # a tensor
-        return ChunkedLoss.apply(hidden, *head, targets, self.chunk_tokens, row_tokens)  # type: ignore[no-untyped-call]  # torch's
+        return ChunkedLoss.apply(hidden, *head, targets, self.chunk_tokens, row_tokens, self.body)  # type: ignore[no-untyped-call]  # torch's
 
     def _score_tokens(self, num_tokens: int) -> int:
         """Tokens whose logits a score may hold at a time: no more than the head holds in training."""
@@ -494,19 +514,23 @@ class ChunkedLoss(torch.autograd.Function):
         targets: Tensor,
         chunk_tokens: int,
         row_tokens: int | None = None,
+        body: SliceBody | None = None,
     ) -> Tensor:
         head = Head(weight, bias, softcap)
         losses = _no_losses(hidden, row_tokens)
         log_normalisers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for part in _slices(hidden.shape[0], chunk_tokens):
-            _take(
-                losses,
-                part,
-                _slice_loss(hidden[part], head, targets[part], log_normalisers[part], is_summed=row_tokens is None),
-            )
+            if body is None:
+                found = _slice_loss(
+                    hidden[part], head, targets[part], log_normalisers[part], is_summed=row_tokens is None
+                )
+            else:
+                found, log_normalisers[part] = body.losses(hidden[part], head, targets[part])
+                found = found.sum() if row_tokens is None else found
+            _take(losses, part, found)
         log_normalisers.masked_fill_(targets == IGNORED, float("inf"))
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalisers)
-        ctx.softcap, ctx.chunk_tokens, ctx.row_tokens = softcap, chunk_tokens, row_tokens
+        ctx.softcap, ctx.chunk_tokens, ctx.row_tokens, ctx.body = softcap, chunk_tokens, row_tokens, body
         return sum_rows(losses, row_tokens)
 
     @staticmethod
@@ -525,13 +549,14 @@ class ChunkedLoss(torch.autograd.Function):
         )
         for part in _slices(hidden.shape[0], ctx.chunk_tokens):
             share = None if shares is None else shares[part]
-            grad_logits = _slice_gradient(hidden[part], head, targets[part], log_normalisers[part], share)
+            gradient_of = _slice_gradient if ctx.body is None else ctx.body.gradient
+            grad_logits = gradient_of(hidden[part], head, targets[part], log_normalisers[part], share)
             torch.mm(grad_logits, weight, out=grad_hidden[part])
             totals.add(grad_logits, hidden[part])
             del grad_logits  # before the next slice has its own
         grad_hidden *= scale
         grads = (None if total is None else total.mul_(scale).to(weight.dtype) for total in totals)
-        return (grad_hidden, *grads, None, None, None, None)
+        return (grad_hidden, *grads, None, None, None, None, None)
 
 
 def _slice_loss(hidden: Tensor, head: Head, targets: Tensor, log_normalisers: Tensor, *, is_summed: bool) -> Tensor:

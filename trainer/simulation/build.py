@@ -28,6 +28,7 @@ from shardwise.trainer.runtime.engines.engine import EngineChoice
 from shardwise.trainer.runtime.memory.host_embedding import tensors_on_host
 from shardwise.trainer.runtime.models.build import Installed, make_trainable, model_from_config
 from shardwise.trainer.runtime.models.configs import faults_of_config, refuse_padding
+from shardwise.trainer.runtime.models.fused_adapters import fuse_adapters
 from shardwise.trainer.runtime.models.methods import add_adapters, base_type
 from shardwise.trainer.runtime.models.model_code import faults_of, load_model_code
 from shardwise.trainer.runtime.run import operators
@@ -56,6 +57,8 @@ def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installe
             quantise(model, request.quant, dtype)
         if request.method.freezes_base:
             add_adapters(model, request.lora, request.precision)
+        if request.fused_adapters:
+            fuse_adapters(model)
     with (
         replaced(loss, liger_loss=lambda _: LigerLoss()),
         replaced(operators, check_triton_compiler=lambda _: None),

@@ -160,6 +160,8 @@ class Candidate(Value, frozen=True, kw_only=True):
     bf16_reduction: bool = False  # of FSDP2: gradients are added up over the ranks in bf16
     embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM, and rows are looked up there
     prefetch_two_blocks: bool = False  # FSDP2 gathers the weights of two blocks ahead of the one at work, not of one
+    fused_adapters: bool = False  # an adapted layer is one autograd function, which adds in place
+    compiled_head: bool = False  # torch.compile of the slices of the loss head, each as long as the others
     reasons: tuple[str, ...] = ()
 
     @property

@@ -118,6 +118,8 @@ def difference(what: str, planned: object, found: object) -> str:
         ({"compile": True}, "compiled blocks", "True", "False"),
         ({"tf32": True}, "fp32 products in TF32", "True", "False"),
         ({"fused_kernels": True}, "fused kernels", "True", "False"),
+        ({"fused_adapters": True}, "fused adapters", "True", "False"),
+        ({"compiled_head": True}, "compiled loss head", "True", "False"),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )  # fmt: skip

@@ -334,6 +334,10 @@ def _state(candidate: Candidate) -> Iterator[str]:
         yield "embedding table in RAM"
     if candidate.prefetch_two_blocks:
         yield "weights of two blocks gathered ahead"
+    if candidate.fused_adapters:
+        yield "adapters fused with their layers"
+    if candidate.compiled_head:
+        yield "loss head compiled"
     if row.offload is not Offload.NONE:
         yield _OFFLOADED[row.offload]
     if row.optimizer.facts.is_paged:

@@ -160,9 +160,12 @@ def _policy_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
     yield f"gradients {gradients}{added}"
     if chosen.prefetch_two_blocks:
         yield "weights of two blocks gathered ahead of the one at work"
+    if chosen.fused_adapters:
+        yield "each adapter fused with its layer, added in place"
     yield f"{row.optimizer} {_state_text(row.optimizer, trained)}{_PLACES[row.offload]}"
     chunk = f" of {chosen.loss_chunk_tokens} tokens" if chosen.loss_chunk_tokens else ""
-    yield f"loss head {chosen.loss}{chunk}, {_LOGITS[chosen.loss]}"
+    compiled = ", slices compiled" if chosen.compiled_head else ""
+    yield f"loss head {chosen.loss}{chunk}, {_LOGITS[chosen.loss]}{compiled}"
     yield f"attention {chosen.attention}"
     moved = ", saved activations in host RAM" if chosen.activation_offload else ""
     every = f", n = {chosen.checkpoint_every_n}" if chosen.checkpoint_every_n else ""

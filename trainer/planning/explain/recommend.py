@@ -34,6 +34,7 @@ LEAST_SAVES = 3  # of fewer, the last one weighs too much
 _FREED = (
     "sharding", "shard_group", "offload", "activation_offload", "checkpointing", "checkpointing_n", "loss",
     "micro_batch", "reduce_every_micro_batch", "embedding_on_host", "prefetch_two_blocks",
+    "fused_adapters", "compiled_head",
 )  # fmt: skip
 _SETTINGS = ("micro_batch", "checkpointing", "loss", "activation_offload")
 

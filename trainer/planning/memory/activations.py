@@ -475,7 +475,9 @@ def _chunked(
 ) -> HeadMemory:
     tokens, c = policy.tokens, policy.compute_bytes
     hidden = c * dims.hidden * tokens
-    in_slice = min(tokens, configuration.loss_chunk_tokens or DEFAULT_CHUNK_TOKENS)
+    in_slice = configuration.loss_chunk_tokens or DEFAULT_CHUNK_TOKENS
+    if not configuration.compiled_head:  # which fills every slice up; its fewer arrays of logits are not counted
+        in_slice = min(tokens, in_slice)
     slice_logits, is_fp32 = dims.vocab * in_slice, c == 4
     own = (4 if is_fp32 else 4 + c) + (4 if dims.caps_logits else 0)  # the slope of a cap
     fp32_gradient = 0 if policy.is_frozen else 4 * dims.embedding

@@ -132,7 +132,7 @@ def dims_of(shape: ModelShape, *, uses_traces: bool = True) -> Dims:
 
 def dims_for(shape: ModelShape, configuration: Configuration) -> Dims:
     """The sizes for a configuration: blocks are traced in plain torch, so that a closed form, if any, counts others."""
-    is_plain = not (configuration.compile or configuration.fused_kernels)
+    is_plain = not (configuration.compile or configuration.fused_kernels or configuration.fused_adapters)
     is_as_traced = is_plain and configuration.checkpointing in TRACED_CHECKPOINTING
     return dims_of(shape, uses_traces=shape.is_described or is_as_traced)
 
@@ -472,7 +472,7 @@ def policy_of_one(configuration: Configuration, device: Device, dims: Dims) -> P
             reference,
             configuration,
             is_autocast=is_autocast
-            and _casts_adapter_inputs(configuration, device, has_fp32_products=has_fp32_products),
+            and _casts_adapter_inputs(configuration, device, dims, has_fp32_products=has_fp32_products),
         ),
         replicates_adapters=replicates_adapters,
         is_autocast=is_autocast,
@@ -497,11 +497,15 @@ def _converted(recipe: Fp8Recipe, dims: Dims) -> frozenset[Shape]:
     return FP8_RECIPES[recipe].converts((i, o) for i, o, copies in dims.matrices if copies == 1)
 
 
-def _casts_adapter_inputs(configuration: Configuration, device: Device, *, has_fp32_products: bool) -> bool:
+def _casts_adapter_inputs(configuration: Configuration, device: Device, dims: Dims, *, has_fp32_products: bool) -> bool:
     """True if PEFT casts the input of an adapter to the adapter's dtype, so that autocast makes a copy for each.
 
-    A 4-bit layer does so unless it sees autocast, and it looks for that of CUDA alone.
+    A 4-bit layer does so unless it sees autocast, and it looks for that of CUDA alone. A layer fused with its adapter
+    saves a 16-bit input as it is; after a LayerNorm, which autocast runs in fp32, each one casts (an upper bound: the
+    inputs of attention's output and of the last layer of the MLP are 16 bit).
     """
+    if configuration.fused_adapters and dims.norm is not Norm.LAYER:
+        return False
     return configuration.method is Method.LORA or has_fp32_products or device.kind is DeviceKind.CPU
 
 

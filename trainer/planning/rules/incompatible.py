@@ -294,6 +294,11 @@ def _is_too_old(c: RuleInput) -> bool:
     return c.fp8_recipe is not None and c.capability_below(FP8_RECIPES[c.fp8_recipe].capability)
 
 
+def _may_be_sliced(c: RuleInput) -> bool:
+    """True if the loss is computed in slices, or may be as nothing fixes it."""
+    return c.loss in (None, LossHead.CHUNKED) and LossHead.CHUNKED in c.shape.loss_heads
+
+
 def _lacks_package(c: RuleInput, package: Fp8Package) -> bool:
     return c.fp8_recipe is not None and FP8_RECIPES[c.fp8_recipe].package is package and c.lacks(package)
 
@@ -411,6 +416,13 @@ SETTINGS: tuple[Incompatibility, ...] = (
         instead="chunked, or {install[liger]}",
         evidence="no other dependency has the kernel",
     ),
+    Incompatibility(
+        name="compiled_head_is_of_slices",
+        is_broken=lambda c: c.compiled_head and not _may_be_sliced(c),
+        reason="compiled_head compiles the slices of loss: chunked, which pin.loss or the model rules out",
+        instead="compiled_head: false, or loss: chunked",
+        evidence="logits of all tokens have another number of rows in each micro batch that is padded",
+    ),
     # FP8 recipes.
     Incompatibility(
         name="recipe_needs_blackwell",
@@ -506,6 +518,50 @@ SETTINGS: tuple[Incompatibility, ...] = (
         reason="fused_kernels rotate query and key in place, which checkpointing: selective has saved unrotated",
         instead="checkpointing: full or none",
         evidence="liger-kernel 0.8.5, ops/rope.py: it overwrites its inputs, which a recomputation rotates again",
+    ),
+    # Adapters in one function with their layers.
+    Incompatibility(
+        name="fused_adapters_need_adapters",
+        is_broken=lambda c: c.fused_adapters and not c.method.freezes_base,
+        reason="fused_adapters are of lora and qlora; method: {method} has no adapters",
+        instead="fused_adapters: false, or method: lora or qlora",
+        evidence="the function has gradients of the adapter and of the input, and none of the layer's weight",
+        reach=Reach.ALL,
+    ),
+    Incompatibility(
+        name="fused_adapters_are_products_alone",
+        is_broken=lambda c: c.fused_adapters and (c.lora.dora or c.lora.dropout > 0),
+        reason="fused_adapters compute low-rank products alone, without train.lora.dropout and train.lora.dora",
+        instead="fused_adapters: false, or train.lora.dropout: 0 and train.lora.dora: false",
+        evidence="a dropout gives each layer an input of its own; DoRA multiplies rows of the whole weight",
+    ),
+    Incompatibility(
+        name="fused_adapters_add_to_16_bit_products",
+        is_broken=lambda c: c.fused_adapters and c.strategy.precision is Precision.FP8,
+        reason="fused_adapters compute the gradient of the input from whole weights, and {precision} has its own",
+        instead="bf16-mixed, or fused_adapters: false",
+        evidence="Transformer Engine's and torchao's layers have autograd functions with scales of their own",
+    ),
+    Incompatibility(
+        name="compiled_blocks_fuse_adapters",
+        is_broken=lambda c: c.fused_adapters and c.compile,
+        reason="fused_adapters are for blocks that run eagerly; compile joins an adapter's casts and sums itself",
+        instead="one of them",
+        evidence="torch 2.13: Inductor makes one kernel of the cast, the factor and the sum of an adapter",
+    ),
+    Incompatibility(
+        name="selective_saves_what_adapters_add_to",
+        is_broken=lambda c: c.fused_adapters and c.checkpointing is Checkpointing.SELECTIVE,
+        reason="fused_adapters add to the layer's product in place, which checkpointing: selective has saved",
+        instead="checkpointing: full or none",
+        evidence="torch 2.13, utils/checkpoint.py: a cached tensor that was changed since is an error",
+    ),
+    Incompatibility(
+        name="fused_adapters_read_whole_weights",
+        is_broken=lambda c: c.fused_adapters and c.strategy.sharding.facts.deepspeed_stage == 3,
+        reason="fused_adapters read the weights of three modules, and {sharding} gathers those of the one that runs",
+        instead="fsdp or zero2",
+        evidence="deepspeed 0.19.8, parameter_offload.py: a module's weights are gathered in the hook of its forward",
     ),
     # Activations.
     Incompatibility(

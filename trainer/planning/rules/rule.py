@@ -314,6 +314,7 @@ _AXES_OF_JOB = tuple(axis for axis in reversed(_AXES) if any(rule.axis == axis f
 _SETTING_PINS = (
     "checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward", "shard_group",
     "fused_kernels", "reduce_every_micro_batch", "embedding_on_host", "prefetch_two_blocks",
+    "fused_adapters", "compiled_head",
 )  # fmt: skip
 
 
@@ -405,6 +406,8 @@ def pinned_rule_input(context: PlanningContext, strategy: Strategy) -> RuleInput
         reduce_every_micro_batch=bool(pin.reduce_every_micro_batch),
         embedding_on_host=bool(pin.embedding_on_host),
         prefetch_two_blocks=bool(pin.prefetch_two_blocks),
+        fused_adapters=bool(pin.fused_adapters),
+        compiled_head=bool(pin.compiled_head),
         lora=train.lora,
         galore=train.galore,
         router_aux_loss=train.router_aux_loss,

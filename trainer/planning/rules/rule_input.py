@@ -44,6 +44,8 @@ class RuleInput(Value, frozen=True, kw_only=True):
     reduce_every_micro_batch: bool = False
     embedding_on_host: bool = False
     prefetch_two_blocks: bool = False
+    fused_adapters: bool = False
+    compiled_head: bool = False
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     router_aux_loss: float | None = None

@@ -176,6 +176,8 @@ def not_compared(context: PlanningContext, candidate: Candidate) -> str | None:
         (candidate.bf16_reduction, "reduction in bf16"),
         (candidate.embedding_on_host, "embeddings in host RAM"),
         (candidate.prefetch_two_blocks, "prefetch of two blocks"),
+        (candidate.fused_adapters, "fused adapters"),
+        (candidate.compiled_head, "compiled loss head"),
         (row.offload is not Offload.NONE, "offload"),
         (row.optimizer.facts.is_paged and not candidate.method.freezes_base, "paged optimizer state"),
         (candidate.activation_offload, "activations in host RAM"),

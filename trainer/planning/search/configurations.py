@@ -121,6 +121,8 @@ def losses(context: PlanningContext) -> tuple[LossHead, ...]:
     pinned = context.job.pin.loss
     if pinned is not None:
         return (pinned,)
+    if context.job.pin.compiled_head:
+        return (LossHead.CHUNKED,)
     has_liger = not context.is_cpu and context.has_library("liger-kernel")
     is_of_pairs = row_policy(context.data, seq_len=context.job.train.seq_len).rows_per_example > 1
     if has_liger and not is_of_pairs:
@@ -132,13 +134,13 @@ def compiles(context: PlanningContext, recipe: Fp8Recipe | None = None) -> tuple
     """Eager, or torch.compile, whose seconds before the first step count as well (`compile_seconds`).
 
     Not on a CPU: there the compiled quickstart took 0.2636 s a step and the eager one 0.2642 s. Nor for a model without
-    a closed form, whose blocks were traced eagerly, or one whose blocks failed to compile here. An FP8 recipe runs in
-    the one form that it is timed in.
+    a closed form, whose blocks were traced eagerly, one whose blocks failed to compile here, or one whose adapters are
+    fused. An FP8 recipe runs in the one form that it is timed in.
     """
     pinned = context.job.pin.compile
     if pinned is not None:
         return (pinned,)
-    if context.is_cpu or no_compiler(context) is not None:
+    if context.is_cpu or no_compiler(context) is not None or context.job.pin.fused_adapters:
         return (False,)
     return (False, True) if recipe is None else (FP8_RECIPES[recipe].is_compiled,)
 
@@ -374,6 +376,8 @@ def first_configuration(
         bf16_reduction=reduces_in_bf16(context, strategy),
         embedding_on_host=embeddings_on_host(context, strategy)[0],
         prefetch_two_blocks=bool(context.job.pin.prefetch_two_blocks),
+        fused_adapters=bool(context.job.pin.fused_adapters),
+        compiled_head=bool(context.job.pin.compiled_head),
         compile=compiles(context, fp8_recipe)[0],
         fused_kernels=bool(context.job.pin.fused_kernels),
         activation_offload=activation_offloads(context, checkpointing)[0],

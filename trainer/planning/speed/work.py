@@ -9,7 +9,8 @@ Bytes of one element in one forward, counted from the kernels that run; a backwa
     activation  gated 10, fused 6; one matrix 4, and 0 where the compiler joins it to its neighbours
     adapter     4 an input and 8 an output in 16 bit; fp32 matrices on 16-bit layers 23 and 12: inputs cast and saved.
                 In our runtime without dropout 2 and 5, and 10 and 5: an input is cast to fp32 and back, 12, and so is
-                its gradient, which is added, 6; an output is scaled and added, 10, and its gradient scaled, 4
+                its gradient, which is added, 6; an output is scaled and added, 10, and its gradient scaled, 4. Fused
+                4/3 and 4/3: its products read and write the sum once, 4, of an output forwards, an input backwards
     DoRA        24 an output in 16 bit, 48 in fp32; for the row norms of a weight i x o, at any batch size,
                 4 i i + 14 i o in 16 bit, 12 i i + 38 i o in fp32
     autocast    6 an input of every linear layer, since activations are fp32 until a product casts them
@@ -42,6 +43,7 @@ SLICE_WEIGHT_BYTES, SLICE_GRADIENT_BYTES = 6, 12
 # The same of `fused_linear`: read twice; added to an fp32 gradient by the product itself.
 LIGER_WEIGHT_BYTES, LIGER_GRADIENT_BYTES = 4, 8
 SLICE_OPERATORS = 24  # forward and backward
+FUSED_OPERATORS = 4  # of an adapter fused with its layer, forwards: a cast of each matrix, a product, one that adds
 TILE_TOKENS = 128  # rows of a tile of a matrix product; of each expert's last tile half is empty, on average
 _AGAIN = {Checkpointing.NONE: 0.0, Checkpointing.SELECTIVE: 0.5, Checkpointing.ATTENTION: 0.1}
 
@@ -316,8 +318,10 @@ def _activation_bytes(configuration: Configuration, work: Work, *, is_fused: boo
     return 0 if configuration.compile else 4
 
 
-def _adapter_bytes(configuration: Configuration) -> tuple[int, int]:
+def _adapter_bytes(configuration: Configuration) -> tuple[float, float]:
     """Bytes of each input and output that an adapter moves in addition to its products."""
+    if configuration.fused_adapters:
+        return 4 / 3, 4 / 3
     reference, precision = reference_of(configuration.reference), configuration.strategy.precision
     own = configuration.policy.adapter_bytes or reference.adapter_bytes or precision.master_bytes
     is_fused = configuration.compile or (
@@ -352,7 +356,8 @@ def operators(configuration: Configuration, work: Work, adapters: Adapters) -> i
     """Operators that the host starts in one forward of all blocks."""
     is_fused = has_fused_kernels(configuration)
     count = work.fused_operators if is_fused else work.plain_operators
-    count += (4 if configuration.compile else 10) * (3 if configuration.lora.dora else 1) * adapters.count
+    of_adapter = FUSED_OPERATORS if configuration.fused_adapters else 4 if configuration.compile else 10
+    count += of_adapter * (3 if configuration.lora.dora else 1) * adapters.count
     if configuration.policy.loops_over_experts:
         count += work.expert_copies * _expert_operators(configuration)
     if work.traced is not None:

@@ -26,6 +26,7 @@ from shardwise.trainer.runtime.engines.engine import EngineChoice, Row
 from shardwise.trainer.runtime.memory.compilation import fused_modules
 from shardwise.trainer.runtime.memory.host_embedding import is_on_host
 from shardwise.trainer.runtime.models.build import Installed, plain_model
+from shardwise.trainer.runtime.models.fused_adapters import fused_layers
 from shardwise.trainer.runtime.models.methods import method_facts, num_elements
 from shardwise.trainer.runtime.optimizers import (
     NO_DECAY,
@@ -245,6 +246,7 @@ def _method_rows(plain: PreTrainedModel, chosen: Candidate) -> Iterator[Row]:
     yield "the base is frozen", is_adapted, num_frozen > 0 and all("lora_" in name for name in trained)
     is_packed = chosen.method is Method.QLORA
     yield "4-bit layers", is_packed, any("4bit" in type(module).__name__ for module in plain.modules())
+    yield "fused adapters", chosen.fused_adapters, bool(fused_layers(plain))
 
 
 def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candidate) -> Iterator[Row]:
@@ -257,6 +259,7 @@ def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candi
     fused = installed.fused
     runs_fused = any(fused_modules(plain)) if fused is None else fused.run_in(plain)
     yield "fused kernels", chosen.fused_kernels, runs_fused
+    yield "compiled loss head", chosen.compiled_head, installed.head is not None
     yield "compiled blocks", chosen.compile, compiled or (compilation is not None and compilation.problem is not None)
 
 

@@ -349,6 +349,8 @@ def plan_on(plan: Plan, device_kind: DeviceKind, *, precision: Precision | None 
         bf16_reduction=False,
         embedding_on_host=False,
         prefetch_two_blocks=False,
+        fused_adapters=False,
+        compiled_head=False,
     )
     return replace(plan, candidates=(single,), device_kind=device_kind)
 

@@ -48,7 +48,7 @@ def compile_blocks(
     try:
         if not blocks:
             raise InputError(f"pin.compile: {type(model).__name__} has no blocks that can be compiled")
-        _check_compiler()
+        check_compiler("pin.compile")
     except (InputError, EnvironmentFaultError) as error:
         if is_pinned:
             raise
@@ -67,7 +67,7 @@ def compile_blocks(
             block._compiled_call_impl = partial(fallback.run, block, compiled)
     if offload is not None:
         offload.exclude_from_compilation()
-    return Compilation(_num_graphs(), _breaks(), fallback)
+    return Compilation(num_graphs(), _breaks(), fallback)
 
 
 class EagerFallback:
@@ -116,13 +116,13 @@ class Compilation(NamedTuple):
         """`problem` if it is a failure of the compiler, which the next run would have as well."""
         return self.problem if self.fallback is not None and self.fallback.has_failed else None
 
-    def facts(self, model: nn.Module) -> dict[str, str]:
-        """Text of what has been compiled since."""
+    def facts(self, model: nn.Module, *, in_head: int = 0) -> dict[str, str]:
+        """Text of what has been compiled since; `in_head` graphs are of the loss head."""
         if self.problem is not None:
             return {"compile": f"no block, {self.problem}"}
         blocks = blocks_of(model)
         num_compiled = sum(block._compiled_call_impl is not None for block in blocks)
-        graphs, breaks = _num_graphs() - self.num_graphs, sum(self.breaks().values())
+        graphs, breaks = num_graphs() - self.num_graphs - in_head, sum(self.breaks().values())
         return {"compile": f"{num_compiled} of {len(blocks)} blocks, as {graphs} graphs with {breaks} breaks"}
 
     def breaks(self) -> dict[str, int]:
@@ -322,7 +322,7 @@ def _with_gradients(compute: Callable[..., Tensor], inputs: tuple[Tensor, ...], 
     return [each.float() for each in (output.detach(), *(leaf.grad for leaf in leaves)) if each is not None]
 
 
-def _num_graphs() -> int:
+def num_graphs() -> int:
     """Number of graphs captured in this process."""
     from torch._dynamo.utils import counters
 
@@ -336,18 +336,19 @@ def _breaks() -> dict[str, int]:
     return dict(counters["graph_break"])
 
 
-def _check_compiler() -> None:
+def check_compiler(setting: str) -> None:
+    """EnvironmentFaultError, which names the setting, if torch.compile is switched off or has no compiler."""
     off = next((name for name in _SWITCHES if os.environ.get(name) == "1"), None)
     if off is not None:  # blocks would run eagerly without a word
-        raise EnvironmentFaultError(f"pin.compile: {off}=1 disables torch.compile; unset it, or set pin.compile=false")
+        raise EnvironmentFaultError(f"{setting}: {off}=1 disables torch.compile; unset it, or set {setting}=false")
     if torch.cuda.is_available():
         if importlib.util.find_spec("triton") is None:
-            raise EnvironmentFaultError("pin.compile: triton is not installed; install it, or set pin.compile=false")
-        check_triton_compiler("pin.compile")
+            raise EnvironmentFaultError(f"{setting}: triton is not installed; install it, or set {setting}=false")
+        check_triton_compiler(setting)
         return
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise EnvironmentFaultError(
-            f"pin.compile: on a CPU it needs a C++ compiler, and there is no {compiler}: install g++, name another in "
-            "CXX, or set pin.compile=false"
+            f"{setting}: on a CPU it needs a C++ compiler, and there is no {compiler}: install g++, name another in "
+            f"CXX, or set {setting}=false"
         )

@@ -22,9 +22,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from shardwise.trainer.runtime.attention import choose_attention_kernels
 from shardwise.trainer.runtime.attention.choice import attention_name, check_attention
-from shardwise.trainer.runtime.loss import LossForward, install_loss_head
+from shardwise.trainer.runtime.loss import DEFAULT_CHUNK_TOKENS, LossForward, install_loss_head
 from shardwise.trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
 from shardwise.trainer.runtime.memory.compilation import Compilation, FusedKernels, compile_blocks, fuse_kernels
+from shardwise.trainer.runtime.memory.compiled_head import CompiledSlices
 from shardwise.trainer.runtime.memory.host_embedding import embedding_facts, keep_embedding_on_host
 from shardwise.trainer.runtime.memory.recomputation import (
     Recomputation,
@@ -33,6 +34,7 @@ from shardwise.trainer.runtime.memory.recomputation import (
     recomputation_facts,
 )
 from shardwise.trainer.runtime.models.configs import config_of
+from shardwise.trainer.runtime.models.fused_adapters import fuse_adapters, fused_adapter_facts
 from shardwise.trainer.runtime.models.meta_model import (
     MetaModel,
     StoredModel,
@@ -75,6 +77,7 @@ class Installed:
     recomputations: tuple[Recomputation, ...] = ()  # one for each block that recomputes something
     offload: ActivationOffload | None = None
     compilation: Compilation | None = None
+    head: CompiledSlices | None = None
     fused: FusedKernels | None = None
     autocast: torch.dtype | None = None  # around the model's forward, by us
     fp8: Fp8 | None = None
@@ -84,8 +87,10 @@ class Installed:
         is_compiled = self.compilation is not None
         facts = recomputation_facts(self.recomputations, num_blocks=len(blocks_of(model)), is_compiled=is_compiled)
         facts |= {} if self.offload is None else self.offload.facts()
-        facts |= embedding_facts(plain_model(model))
-        facts |= {} if self.compilation is None else self.compilation.facts(model)
+        facts |= embedding_facts(plain_model(model)) | fused_adapter_facts(model)
+        in_head = 0 if self.head is None else self.head.num_graphs
+        facts |= {} if self.compilation is None else self.compilation.facts(model, in_head=in_head)
+        facts |= {} if self.head is None else self.head.facts()
         return facts | ({} if self.fused is None else self.fused.facts(model))
 
 
@@ -132,6 +137,8 @@ def _complete(model: PreTrainedModel, plan: Plan) -> Installed:
     """Installs everything that a plan has in addition to the model itself."""
     chosen = plan.chosen
     apply_method(model, plan)
+    if chosen.fused_adapters:
+        fuse_adapters(model)
     installed = make_trainable(
         model,
         chosen.checkpointing,
@@ -141,6 +148,7 @@ def _complete(model: PreTrainedModel, plan: Plan) -> Installed:
         activation_offload=chosen.activation_offload,
         embedding_on_host=chosen.embedding_on_host,
         is_loss_pinned=plan.job.pin.loss is not None,
+        compiled_head=chosen.compiled_head,
     )
     if chosen.fused_kernels:
         installed = replace(installed, fused=fuse_kernels(model, is_pinned=bool(plan.job.pin.fused_kernels)))
@@ -171,17 +179,21 @@ def make_trainable(
     activation_offload: bool = False,
     embedding_on_host: bool = False,
     is_loss_pinned: bool = True,
+    compiled_head: bool = False,
 ) -> Installed:
     """Installs checkpointing and the loss head on a model that was built or loaded, and chooses attention's kernels."""
+    if compiled_head and loss is not LossHead.CHUNKED:
+        raise InputError(f"pin.compiled_head: loss: {loss} has no slices; set pin.compiled_head=false")
     choose_attention_kernels()
     if embedding_on_host:
         keep_embedding_on_host(model)
     model.config.use_cache = False
     recomputations = apply_checkpointing(model, checkpointing, every_n=every_n)
-    loss_forward = install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens, is_pinned=is_loss_pinned)
+    head = CompiledSlices(loss_chunk_tokens or DEFAULT_CHUNK_TOKENS) if compiled_head else None
+    loss_forward = install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens, is_pinned=is_loss_pinned, body=head)
     offload = offload_activations(model, checkpointing) if activation_offload else None
     model.train()
-    return Installed(loss=loss_forward, recomputations=recomputations, offload=offload)
+    return Installed(loss=loss_forward, recomputations=recomputations, offload=offload, head=head)
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:

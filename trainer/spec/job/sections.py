@@ -392,6 +392,18 @@ class Pin(Value, frozen=True, kw_only=True):
             none="auto",
         ),
     ] = None
+    fused_adapters: Annotated[
+        bool | None,
+        Setting(
+            "Each layer and its adapter are one function, which saves its input once and adds in place; `auto` is "
+            "PEFT's layer.",
+            none="auto",
+        ),
+    ] = None
+    compiled_head: Annotated[
+        bool | None,
+        Setting("torch.compile of the slices of the loss head `chunked`; `auto` is plain torch.", none="auto"),
+    ] = None
     offload: Annotated[Offload | None, Setting("State that is held in host RAM or on NVMe.", none="auto")] = None
     optimizer: Annotated[Optimizer | None, Setting("The update rule and its implementation.", none="auto")] = None
     precision: Annotated[

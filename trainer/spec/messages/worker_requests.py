@@ -206,6 +206,7 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     bf16_reduction: bool = False
     embedding_on_host: bool = False  # the frozen table of input embeddings is in host RAM
     prefetch_two_blocks: bool = False
+    fused_adapters: bool = False
     precision: Precision = Precision.BF16_MIXED
     optimizer: Optimizer = Optimizer.ADAMW
     micro_batch: int = 1  # examples
