@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from cuda_stand_in import RTX_4060, T4, Machine, machine_environment, needs_no_cuda
-from kill_factory import losses
 from operator_cache import folder_with_operators
 from workplace_factory import TINY_CONFIG, Workplace, make_workplace
 
@@ -30,8 +29,6 @@ ANY_UPDATE = ["offload_cpu", "optimizer_8bit", "optimizer_approx", "bf16_weights
 
 
 class Case(NamedTuple):
-    """A launch: the machine, what the job file pins and sets, and what the report must have seen."""
-
     machine: Machine
     pin: dict[str, Any] = {}
     train: dict[str, Any] = {}
@@ -72,18 +69,13 @@ ON_WEIGHTS = {
     "dpo-lora": Case(ONE, train={**LORA, **DPO}, data=PAIRS, seen=ADAPTERS),
     "dpo-fsdp": Case(TWO, {"sharding": "fsdp"}, {**LORA, **DPO}, data=PAIRS, seen={"shards": "on cuda"}),
 }
+LONG = (pytest.mark.long, pytest.mark.products)
 SHORT = ("zero2-offload", "fsdp-offload", "fp16", "qlora")  # one of each library, of each chip, and on weights
 
 
 def job_of(case: Case) -> dict[str, Any]:
-    return {
-        "pin": case.pin,
-        "train": {"steps": 2, **case.train},
-        "data": case.data,
-        "model": case.model,
-        "allow": ANY_UPDATE,
-        "checkpoint": {"every": "2 steps"},
-    }
+    job: dict[str, Any] = {"pin": case.pin, "train": {"steps": 2, **case.train}, "data": case.data, "model": case.model}
+    return {**job, "allow": ANY_UPDATE, "checkpoint": {"every": "2 steps"}}
 
 
 class Launch(NamedTuple):
@@ -148,29 +140,14 @@ def weights(launch) -> dict[str, str | None]:
     return {"name": str(run.run_dir / "export"), "config": None, "tokenizer": None}
 
 
-def marked(name: str) -> object:
-    return name if name in SHORT else pytest.param(name, marks=[pytest.mark.long, pytest.mark.products])
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in (*FROM_SCRATCH, *ON_WEIGHTS)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in SHORT else LONG) for name in (*FROM_SCRATCH, *ON_WEIGHTS)],
+)
 def test_it_trains_to_the_report(launch, request, name: str):
     case = (FROM_SCRATCH | ON_WEIGHTS)[name]
     model = request.getfixturevalue("weights") if name in ON_WEIGHTS else case.model
     check(launch(name, case.machine, **{**job_of(case), "model": model}), case)
-
-
-@pytest.mark.long
-@pytest.mark.products
-def test_a_run_goes_on_from_its_checkpoint(launch):
-    pin = {"sharding": "fsdp", "optimizer": "adamw_fused", "precision": "bf16-mixed", "compile": False}
-    case = Case(TWO, pin, {"schedule": "constant", "warmup": "0 steps"})
-    job = job_of(case)
-    four = {**job, "train": {**job["train"], "steps": 4}}
-    whole = launch("whole", TWO, **four)
-    launch("half", TWO, **job)
-    resumed = launch("half", TWO, "--resume", **four)
-    check(resumed, case, num_steps=4)
-    assert resumed.report.resumed_from_step == 2 and losses(resumed.run_dir) == losses(whole.run_dir)
 
 
 @pytest.mark.long

@@ -1,8 +1,6 @@
 """A rank's own steps on the device, where every tensor knows its place, learn what they learn on a CPU."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 from architecture_factory import TINY
 from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
 from msgspec.structs import replace
+from programs import printed_by
 
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.job.sections import GaloreJob, LoraJob
@@ -85,7 +84,7 @@ def runs(tmp_path_factory, request) -> dict[tuple[str, DeviceKind], Path]:
         "dpo": write_pairs(folder / "pairs"),
     }
     root = os.pathsep.join([str(WORKER.parents[2]), os.environ.get("PYTHONPATH", "")])
-    plain = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    plain = {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     on_card = machine_environment(Machine(cards=(H100,), idle_share=IDLE), folder / "machine")
     on_card["PYTHONPATH"] = os.pathsep.join([on_card["PYTHONPATH"], root])
     items = [item for item in request.session.items if item.path == request.path]
@@ -95,11 +94,7 @@ def runs(tmp_path_factory, request) -> dict[tuple[str, DeviceKind], Path]:
     for kind, environment in ((DeviceKind.CPU, plain), (DeviceKind.CUDA, {**plain, **on_card})):
         places = {name: folder / kind.value / name for name in names}
         paths = [write_attempt(run, plan_of(name, kind, caches)) for name, run in places.items()]
-        done = subprocess.run(
-            [sys.executable, str(WORKER), *map(str, paths)],
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        printed_by(WORKER, *paths, **environment)
         found |= {(name, kind): run for name, run in places.items()}
     return found
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from attempt_runs import metrics_of
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from plain_training import train_plainly
+from programs import printed_by
 from rank_factory import NUM_STEPS, rank_plan, write_attempt, write_rows
 from safetensors.torch import load_file
 
@@ -22,7 +22,6 @@ from shardwise.trainer.spec.strategy import Precision
 
 HERE = Path(__file__).parent
 FEW = 3  # tests of a file
-TIMEOUT_S = 1200  # a group may run a hundred attempts
 Kind = str | Callable[[Any], str]  # what follows the plan among the arguments of a worker, or that of each case
 
 
@@ -45,25 +44,16 @@ def cache_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_ranks() -> Callable[[Sequence[str], int], str]:
-    """Runs a program on ranks of one process group and returns what they print."""
     extensions = str(folder_with_operators("cpu_adam"))
 
     def start(argv: Sequence[str], num_ranks: int) -> str:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_EXTENSIONS_DIR": extensions,
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # one ninja for all
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-        }
         # One rank is a process without a group, as a launch of one is.
-        launcher = [str(HERE / "rank_launch.py"), str(num_ranks)] if num_ranks > 1 else []
-        done = subprocess.run(
-            [sys.executable, *launcher, *argv],
-            env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        launcher = [HERE / "rank_launch.py", num_ranks] if num_ranks > 1 else []
+        return printed_by(
+            *launcher, *argv, OMP_NUM_THREADS="1", TORCH_EXTENSIONS_DIR=extensions,
+            PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # one ninja for all
+            PYTHONPATH=os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
         )  # fmt: skip
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-        return done.stdout
 
     return start
 
@@ -126,9 +116,8 @@ def _missing(plan: Plan) -> str | None:
     if strategy.offload.uses_nvme and lacks_libaio():
         return NO_LIBAIO
     is_zero_fp16 = strategy.sharding.uses_deepspeed and strategy.precision is Precision.FP16_MIXED
-    lacks_units = (
-        not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    )  # as `CPU_Accelerator.is_fp16_supported` of DeepSpeed
+    # As `CPU_Accelerator.is_fp16_supported` of DeepSpeed.
+    lacks_units = not torch.ops.mkldnn._is_mkldnn_fp16_supported()
     return "DeepSpeed refuses fp16 on a CPU without avx512_fp16" if is_zero_fp16 and lacks_units else None
 
 
@@ -150,7 +139,6 @@ def run_dirs(tmp_path_factory, start_ranks, request) -> Callable[..., RunDirs]:
 
 @pytest.fixture(scope="session")
 def notes_of() -> Callable[..., dict[str, Any]]:
-    """Reads the notes that a rank wrote in an attempt of kind `:note`."""
 
     def read(run_dir: Path, rank: int = 0) -> dict[str, Any]:
         return json.loads((run_dir / "attempts" / "1" / f"notes-{rank}.json").read_text())

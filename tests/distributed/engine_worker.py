@@ -136,7 +136,6 @@ class Notes:
         return grad
 
     def on_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Before an update; ZeRO-3 updates one partition after the other."""
         grads = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         local = [getattr(grad, "to_local", lambda grad=grad: grad)().float().flatten() for grad in grads]
         if not self.in_16_bit and any(each.numel() for each in local):
@@ -165,7 +164,6 @@ def learned(ids: Any, labels: Any) -> list[list[int]]:
 
 
 def num_collectives() -> int:
-    """Number of collectives of the default process group so far."""
     group: Any = dist.distributed_c10d._get_default_group() if WORLD_SIZE > 1 else None  # private
     return 0 if group is None else int(group._get_sequence_number_for_group())
 

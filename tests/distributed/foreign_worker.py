@@ -29,16 +29,14 @@ def save_zero(stage: int, model: Any, out: Path) -> dict[str, torch.Tensor]:
     model.model.norm.weight.requires_grad_(False)
     trained = [each for each in model.parameters() if each.requires_grad]
     groups = [
-        {"params": [each for each in trained if each.ndim > 1], "weight_decay": 0.1},
-        {"params": [each for each in trained if each.ndim == 1], "weight_decay": 0.0},
+        {"params": [each for each in trained if (each.ndim > 1) is decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
     ]
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
+        "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config, dist_init_required=False
     )
@@ -76,11 +74,9 @@ def save_accelerate(kind: str, model: Any, out: Path) -> dict[str, torch.Tensor]
     plugin = None
     if kind == "accelerate-fsdp2":
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            state_dict_type="SHARDED_STATE_DICT",
-        )
+        )  # fmt: skip
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     if plugin is not None:
         from shardwise.trainer.runtime.engines.cpu_ranks import use_fsdp_branch

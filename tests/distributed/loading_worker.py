@@ -94,7 +94,6 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the model as a whole, on every rank."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     is_partitioned = hasattr(next(model.parameters()), "ds_id")

@@ -6,15 +6,14 @@ nothing recomputed, moved or cut, which `test_engines` compares with PyTorch.
 """
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 from attempt_runs import losses_of
 from covering_factory import IN_BACKWARD, PRECISIONS, Point, core, points
+from programs import printed_by
 from rank_factory import rank_plan
 
 from shardwise.trainer.spec.engines import Offload, Sharding
@@ -61,17 +60,11 @@ def num_steps_of(point: Point) -> int:
 
 def plan_of(point: Point, clip: float, cache_dir: Path, nvme: Path) -> Plan:
     return rank_plan(
-        cache_dir,
-        num_steps=num_steps_of(point),
-        clip=clip,
-        lr=LR,
-        train={"lora": LORA, "galore": GALORE},
-        limits=Limits(nvme=NvmeLimit(path=str(nvme))),
-        num_ranks=point.num_ranks,
+        cache_dir, num_steps=num_steps_of(point), clip=clip, lr=LR, train={"lora": LORA, "galore": GALORE},
+        limits=Limits(nvme=NvmeLimit(path=str(nvme))), num_ranks=point.num_ranks,
         micro_batch=8 // (point.num_ranks * point.accumulation),
-        checkpoint_every_n=2 if point.checkpointing is Checkpointing.EVERY_N else None,
-        **point._asdict(),
-    )
+        checkpoint_every_n=2 if point.checkpointing is Checkpointing.EVERY_N else None, **point._asdict(),
+    )  # fmt: skip
 
 
 def tolerance(point: Point) -> float:
@@ -96,14 +89,11 @@ def by_name() -> dict[str, Point]:
     return {point.name: point for point in points()}
 
 
-def runs_of_points(names: Sequence[str]) -> list[tuple[Point, float]]:
-    return [run for name in names for run in runs_of(by_name()[name])]
-
-
 @pytest.fixture(scope="module")
 def run_dir_of(run_dirs, cache_dir, tmp_path_factory) -> Callable[[tuple[Point, float]], Path]:
-    nvme, first = tmp_path_factory.mktemp("nvme"), runs_of_points(NAMES[:NUM_CORE])
-    others = [run for run in runs_of_points(NAMES[NUM_CORE:]) if run not in first]
+    nvme, every = tmp_path_factory.mktemp("nvme"), {name: runs_of(by_name()[name]) for name in NAMES}
+    first = [run for name in NAMES[:NUM_CORE] for run in every[name]]
+    others = [run for name in NAMES[NUM_CORE:] for run in every[name] if run not in first]
     return run_dirs(lambda run, _: plan_of(run[0], run[1], cache_dir, nvme), first, others)
 
 
@@ -120,9 +110,7 @@ def test_a_point_trains_like_the_plain_run_of_its_update(name, run_dir_of):
 def test_the_points_of_the_file_are_those_that_are_chosen_in_every_process():
     """Whatever the order of sets there. To write them anew, send what this program prints to the file."""
     paths = os.pathsep.join(map(str, (Path(__file__).parents[1] / "factories", Path(__file__).parents[2])))
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "1"}
-    printed = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, check=True).stdout
-    assert printed == LISTED.read_bytes()
+    assert printed_by("-c", PROGRAM, PYTHONPATH=paths, PYTHONHASHSEED="1") == LISTED.read_text()
     assert [point.name for point in core(list(by_name().values()))] == NAMES[:NUM_CORE]
 
 

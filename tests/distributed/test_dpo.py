@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from attempt_runs import metrics_of
 from msgspec.structs import replace
-from pair_factory import pair_plan, write_pairs
+from pair_factory import pair_plan, plain_logps, write_pairs
 from rank_factory import SEED, ranks_of, write_attempt
 from safetensors.numpy import load_file
 
 from shardwise.trainer.runtime.data.batches import step_micro_batches
-from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenRows
+from shardwise.trainer.runtime.data.cache import TokenRows
 from shardwise.trainer.runtime.models.build import build_model
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob, LrSchedule
@@ -67,17 +66,12 @@ def column(run_dir: Path, name: str) -> list[float]:
 @pytest.fixture(scope="module")
 def base_logps(pairs) -> list[float]:
     """Mean log-probability of each step's chosen answers under the plain base, by transformers' own logits."""
-    plan = plan_of(pairs, Sharding.NONE, "full")
-    model, rows, found = build_model(plan).eval(), TokenRows.open(pairs, "train"), []
+    model, rows, found = build_model(plan_of(pairs, Sharding.NONE, "full")).eval(), TokenRows.open(pairs, "train"), []
     for step in range(NUM_STEPS):
         (batch,), num_pairs = step_micro_batches(
             rows, step=step, seed=SEED, sequences_per_step=8, rank=0, num_ranks=1, micro_batch=8, accumulation=1
         )
-        ids, labels = batch.input_ids[:8], batch.labels[:8, 1:]
-        with torch.no_grad():
-            shares = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
-        picked = shares.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        found.append(float((picked * (labels != IGNORED_LABEL)).sum()) / num_pairs)
+        found.append(float(plain_logps(model, batch)[:8].sum()) / num_pairs)
     return found
 
 

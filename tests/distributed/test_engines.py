@@ -32,10 +32,8 @@ CASES = (*TORCH, *DEEPSPEED, Sharding.HSDP)
 EVERY, EVERY_OP, LORA, LORA_EVERY = "fsdp every", "fsdp_grad_op every", "fsdp lora", "fsdp lora every"
 HSDP_EVERY = "hsdp every"  # four ranks of one machine, where `hsdp` has two machines of two
 SUMS = {EVERY: Sharding.FSDP, EVERY_OP: Sharding.FSDP_GRAD_OP, LORA_EVERY: LORA}
-DEEP = {
-    "fsdp two deep": "fsdp deep",
-    "fsdp_grad_op two deep": "fsdp_grad_op deep",
-}  # four blocks; two are gathered ahead
+# Four blocks, of which two are gathered ahead.
+DEEP = {f"{each} two deep": f"{each} deep" for each in ("fsdp", "fsdp_grad_op")}
 FUSED = {f"{sharding} lora fused": f"{sharding} lora" for sharding in (Sharding.DDP, Sharding.FSDP)}
 UNCHECKED = {f"{sharding} unchecked": sharding for sharding in (Sharding.DDP, Sharding.FSDP, Sharding.ZERO3)}
 each = pytest.mark.parametrize("sharding", CASES)
@@ -85,7 +83,6 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(sharding, r
 
 @pytest.fixture(scope="module")
 def held_out_loss(cache_dir, reference) -> float:
-    """Mean loss of plain PyTorch over all held-out rows, with the weights after the last step."""
     model, rows = plain_model(plan_of(Sharding.DDP, cache_dir)), TokenRows.open(cache_dir, "eval")
     model.load_state_dict(reference.weights)
     (batch,) = eval_micro_batches(rows, rank=0, num_ranks=1, micro_batch=NUM_EVAL_ROWS)
@@ -129,13 +126,17 @@ def test_gradients_are_summed_with_the_last_micro_batch_only(sharding, runs, not
     assert in_first == 0 or sharding.uses_fsdp
 
 
+def check_same_steps(run_dir: Path, expected_dir: Path) -> None:
+    found, expected = metrics_of(run_dir), metrics_of(expected_dir)
+    assert len(found) == NUM_STEPS
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-6)
+
+
 @pytest.mark.parametrize("case", SUMS)
 def test_gradients_that_are_summed_with_every_micro_batch_make_the_same_steps(case, runs, notes_of):
     """In the first micro batch too gradients are summed: of the embedding, two blocks, and the head with its norm."""
-    lines = [metrics_of(runs(each)) for each in (case, SUMS[case])]
-    for name in ("loss", "grad_norm"):
-        found, expected = ([line[name] for line in every] for every in lines)
-        assert len(found) == NUM_STEPS and found == pytest.approx(expected, rel=1e-6)
+    check_same_steps(runs(case), runs(SUMS[case]))
     if case == LORA_EVERY:  # whose embeddings have no gradient, by which the counts are taken
         return
     first, second, update, *_ = notes_of(runs(case))["collectives"]
@@ -147,10 +148,7 @@ def test_gradients_that_are_summed_with_every_micro_batch_make_the_same_steps(ca
 @pytest.mark.parametrize("case", DEEP)
 def test_two_blocks_gathered_ahead_change_no_step_and_gather_no_more(case, runs, notes_of):
     """A rank whose blocks gather another number ahead than the plan has does not train."""
-    found, expected = (metrics_of(runs(each)) for each in (case, DEEP[case]))
-    assert len(found) == NUM_STEPS
-    for name in ("loss", "grad_norm"):
-        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-6)
+    check_same_steps(runs(case), runs(DEEP[case]))
     counts, others = (notes_of(runs(each))["collectives"] for each in (case, DEEP[case]))
     # They are counted from the start of a process, which has several runs.
     assert [after - before for before, after in pairwise(counts)] == [b - a for a, b in pairwise(others)]

@@ -23,6 +23,7 @@ from attempt_runs import losses_of, metrics_of
 from msgspec.structs import replace
 from operator_cache import folder_with_operators, lacks_libaio
 from rank_factory import offload_plan, write_attempt
+from small_disk import flip_bit
 
 from shardwise.trainer.runtime.checkpoint import checkpoint_digest
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, verified
@@ -35,7 +36,6 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method, Precision
 
 pytestmark = pytest.mark.timeout(3600)  # the first test goes all ways
-WORKER = Path(__file__).with_name("engine_worker.py")
 STEP = 3  # after which a run leaves the first place
 MOST_AT_ONCE = 60  # attempts in one group of ranks, which has a limit of time
 ODD_LLAMA: dict[str, Any] = {
@@ -105,8 +105,6 @@ class Way(NamedTuple):
 
 
 class Yard:
-    """Runs ways in a folder, as many legs as can be in one process group."""
-
     def __init__(self, folder: Path, cache_dir: Path, start_ranks: Callable[[Sequence[str], int], str]) -> None:
         self.folder, self.cache_dir = folder, cache_dir
         self._start_ranks = start_ranks
@@ -115,17 +113,10 @@ class Yard:
         """A plan for a place, in a batch of which one or four rows are padding."""
         settings = {"model_config": ODD_LLAMA, "clip": 0.1, "lr": 1e-2, **KINDS[kind]}
         plan = offload_plan(
-            self.cache_dir,
-            place.sharding,
-            place.offload,
-            nvme=self.nvme_folder(place),
-            num_ranks=place.num_ranks,
-            micro_batch=3,
-            accumulation={1: 3, 2: 2, 3: 1, 4: 1}[place.num_ranks],
-            checkpoint_every_steps=STEP,
-            num_steps=num_steps,
-            **settings,
-        )
+            self.cache_dir, place.sharding, place.offload, nvme=self.nvme_folder(place), num_ranks=place.num_ranks,
+            micro_batch=3, accumulation={1: 3, 2: 2, 3: 1, 4: 1}[place.num_ranks], checkpoint_every_steps=STEP,
+            num_steps=num_steps, **settings,
+        )  # fmt: skip
         job = replace(plan.job, checkpoint=CheckpointJob(keep=num_steps))
         return replace(plan, resume=is_resumed, job=job)
 
@@ -150,7 +141,7 @@ class Yard:
         return self
 
     def start(self, arguments: Sequence[str], num_ranks: int) -> None:
-        self._start_ranks([str(WORKER), *arguments], num_ranks)
+        self._start_ranks([str(Path(__file__).with_name("engine_worker.py")), *arguments], num_ranks)
 
     def _argument(self, way: Way, leg: int) -> list[str]:
         """The argument of the worker for a leg; none if the leg ran as part of another way."""
@@ -178,7 +169,6 @@ class Yard:
         ]
 
     def difference(self, way: Way) -> float:
-        """The largest difference of a loss on the way from that of the run that stayed in the first place."""
         losses = [loss for leg in range(1, len(way.places)) for loss in losses_of(self.folder / way.leg(leg))]
         expected = losses_of(self.folder / way.leg(0))[STEP:]
         assert len(losses) == len(expected) > 0
@@ -342,9 +332,7 @@ def test_damage_to_what_any_rank_wrote_is_found_and_the_checkpoint_before_is_res
     """One bit of the last byte of the second rank's file."""
     source = shutil.copytree(moved.folder / way.leg(0), moved.folder / "damaged")
     newest = moved.checkpoint("damaged", way.num_steps)
-    file = newest.path / sorted(newest.manifest.files)[1]
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip_bit(newest.path / sorted(newest.manifest.files)[1])
     plan = moved.plan(FSDP, way.kind, num_steps=way.num_steps, is_resumed=True)
     moved.start([str(write_attempt(source, plan, number=2))], 2)
     lines = [line for line in metrics_of(source) if line["attempt"] == 2]

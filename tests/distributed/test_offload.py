@@ -98,10 +98,8 @@ def test_ranks_stop_where_deepspeed_does_something_else(tmp_path, cache_dir, run
     """Each line names what differs, the plan's value and the one that runs."""
     prepare_nvme()
     plan = plan_of(NVME[-1], cache_dir, tmp_path)
-    buckets = Buckets(
-        reduce_elements=2**18, allgather_elements=2**18, prefetch_elements=2**18, live_parameters=2**20,
-        persistence_elements=640,
-    )  # fmt: skip
+    sizes = dict.fromkeys(("reduce_elements", "allgather_elements", "prefetch_elements"), 2**18)
+    buckets = Buckets(**sizes, live_parameters=2**20, persistence_elements=640)
     chosen = msgspec.structs.replace(plan.chosen, buckets=buckets)
     path = write_attempt(tmp_path / "run", msgspec.structs.replace(plan, candidates=(chosen,)))
     config = json.loads(path.with_name("ds_config.json").read_text())

@@ -57,7 +57,6 @@ def runs(plans, run_dirs) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", ACCUMULATION)
 def test_what_the_ranks_compute_is_the_global_batch_of_every_step(name, plans, runs, notes_of):
-    """The token ids that each rank computed in every step, without those of dummies."""
     rows, accumulation, ranks = train_rows(plans[name]), ACCUMULATION[name], []
     for rank in range(NUM_RANKS):
         forwards = notes_of(runs(name), rank)["rows"]

@@ -67,10 +67,9 @@ HYBRID_OVERFLOW = Case(Sharding.HSDP, FP16, overflows=True)
 HYBRID_FP8 = Case(Sharding.HSDP, FP8, recipe=Fp8Recipe.CURRENT, checkpointing=FULL)
 CASES = [FP32_CASE, BF16_CASE, SUMMED, ROUNDED, ADDED, *FP16_CASES, *OVERFLOWS, ZERO_CASE, ZERO_OVERFLOW, *FP8_CASES]
 RECIPE_CLASSES = {
-    Fp8Recipe.MXFP8: "MXFP8BlockScaling",
-    Fp8Recipe.CURRENT: "Float8CurrentScaling",
+    Fp8Recipe.MXFP8: "MXFP8BlockScaling", Fp8Recipe.CURRENT: "Float8CurrentScaling",
     Fp8Recipe.DELAYED: "DelayedScaling",
-}
+}  # fmt: skip
 
 
 def plan_of(case: Case, cache_dir: Path, run_dir: Path) -> Plan:
@@ -98,8 +97,8 @@ def runs(run_dirs, cache_dir) -> Iterator[Callable[[Case], Path]]:
 
 def each(cases):
     """Four ranks take long on two cores."""
-    marks = {case: [pytest.mark.long] if case.sharding is Sharding.HSDP else [] for case in cases}
-    named = [pytest.param(case, id="-".join(map(str, case)), marks=marks[case]) for case in cases]
+    long = {Sharding.HSDP: pytest.mark.long}
+    named = [pytest.param(case, id="-".join(map(str, case)), marks=long.get(case.sharding, ())) for case in cases]
     return pytest.mark.parametrize("case", named)
 
 

@@ -74,8 +74,7 @@ class Look(NamedTuple):
 
 
 def in_4_bit(folder: Path) -> None:
-    plain = folder.rename(folder.with_suffix(".plain"))
-    as_bnb(plain, folder)
+    as_bnb(folder.rename(folder.with_suffix(".plain")), folder)
 
 
 def in_a_model_with_vision(folder: Path) -> None:
@@ -205,16 +204,11 @@ def check_start(runs: Callable[[Look], Path], look: Look) -> None:
 
 @pytest.mark.parametrize(
     "look",
-    [*STARTS, *(pytest.param(look, marks=pytest.mark.long) for look in MORE_STARTS)],
-    ids=lambda look: f"{look.start}-{look.origin}",
+    [*STARTS, *OF_FOUR, *(pytest.param(look, marks=pytest.mark.long) for look in MORE_STARTS)],
+    ids=lambda look: f"{look.start}-{look.origin}{'-x4' * (look.num_ranks == 4)}",
 )
 def test_the_weights_of_the_shards_are_bit_by_bit_those_of_a_whole_build(look, runs):
     check_start(runs, look)
-
-
-def test_so_they_are_on_four_ranks(runs):
-    for look in OF_FOUR:
-        check_start(runs, look)
 
 
 @pytest.mark.parametrize("look", CUSTOM, ids=SHARDINGS)

@@ -98,14 +98,9 @@ def test_every_rank_skips_the_same_steps_for_the_same_reason(case, steps_of):
         assert tuple(steps[number - 1]["fault"] for number in SKIPPED) == FAULTS
         for figure in ("loss", "grad_norm"):
             assert [step[figure] for step in first] == [step[figure] for step in steps]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", HYBRID_CASES, ids="+".join)
-def test_every_machine_has_the_same_copy_to_the_bit(case, steps_of):
-    digests = [[step["digests"] for step in steps] for steps in steps_of(case).steps]
-    assert digests[0] == digests[2] and digests[1] == digests[3]
-    assert digests[0] != digests[1], "two shards"
+    if case in HYBRID_CASES:  # every machine has the same copy to the bit, of two shards
+        digests = [[step["digests"] for step in steps] for steps in (first, *others)]
+        assert digests[0] == digests[2] != digests[1] == digests[3]
 
 
 @each(MORE_CASES + HYBRID_CASES + FP16_CASES)
@@ -114,6 +109,10 @@ def test_a_step_that_is_not_taken_changes_no_bit_of_weights_moments_and_counts(c
         for number, step in enumerate(steps, start=1):
             before, after = step["digests"]
             assert (before == after) == (number in SKIPPED), f"step {number}"
+        if case in FP16_CASES:  # an overflow is no fault, and a step that is refused no overflow
+            assert [step["loss_scale"] / INIT_SCALE for step in steps] == [1, 1, 1, 1 / 2, 1 / 4, 1 / 4, 1 / 4]
+            assert [step["fault"] for step in steps] == [None] * 4 + ["refused"] + [None] * 2
+            assert [step["was_skipped"] for step in steps] == WAS_SKIPPED
 
 
 @each(MORE_CASES + HYBRID_CASES + FP16_CASES)
@@ -126,12 +125,3 @@ def test_the_other_steps_are_those_of_a_run_without_it(case, steps_of, expected)
         difference = (run.weights[name] - weight).abs()
         assert difference.mean() < (1e-6 if is_fp32 else 3e-3), f"{name}: ZeRO's are rounded to 16 bit"
         assert difference.max() < (1e-3 if is_fp32 else 2e-2), f"{name}: a gradient near 0 may have another sign"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", FP16_CASES, ids="+".join)
-def test_a_step_that_is_refused_is_no_overflow(case, steps_of):
-    for steps in steps_of(case).steps:
-        assert [step["loss_scale"] / INIT_SCALE for step in steps] == [1, 1, 1, 1 / 2, 1 / 4, 1 / 4, 1 / 4]
-        assert [step["fault"] for step in steps] == [None] * 4 + ["refused"] + [None] * 2, "an overflow is no fault"
-        assert [step["was_skipped"] for step in steps] == WAS_SKIPPED

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
+from programs import printed_by
 
 FAKE_TE = Path(__file__).parents[1] / "factories" / "fake_te"
 LEDGER = Path(__file__).parents[2] / "docs" / "workarounds.md"
@@ -22,12 +23,7 @@ TIMEOUT_S = 600
 
 def run_python(code: str, cwd: Path | None = None, **environment: str) -> str:
     """What a program prints, in a process of its own: these settings are global."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, cwd=cwd,
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed_by("-c", code, cwd=cwd, **{"OMP_NUM_THREADS": "1", **environment})
 
 
 # What shardwise does, without its workarounds, on two gloo ranks.
@@ -187,9 +183,8 @@ def test_w7_accelerate_starts_one_rank_of_multi_cpu(tmp_path):
     (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(config))
     script = tmp_path / "count.py"
     script.write_text("import os; print('rank', os.environ.get('RANK', '0'), 'of', os.environ.get('WORLD_SIZE', '1'))")
-    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
-    done = subprocess.run([*argv, str(script)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    assert re.findall(r"rank . of .", done.stdout) == ["rank 0 of 1"], "of two that were asked for"
+    printed = printed_by("-m", "accelerate.commands.launch", "--config_file", tmp_path / "accelerate.yaml", script)
+    assert re.findall(r"rank . of .", printed) == ["rank 0 of 1"], "of two that were asked for"
 
 
 @pytest.mark.cold
@@ -231,12 +226,12 @@ def test_w10_a_cpu_build_of_torch_aborts_on_tensors_of_a_device_that_is_not_ther
 
 
 def test_w11_autocast_for_cuda_turns_itself_off_without_a_gpu():
-    code = (
-        "import torch, warnings\n"
-        "warnings.simplefilter('ignore')\n"
-        "with torch.autocast('cuda', dtype=torch.bfloat16):\n"
-        "    print(torch.is_autocast_enabled('cuda'))\n"
-    )
+    code = """
+import torch, warnings
+warnings.simplefilter("ignore")
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    print(torch.is_autocast_enabled("cuda"))
+"""
     assert run_python(code, CUDA_VISIBLE_DEVICES="").strip() == "False"
 
 

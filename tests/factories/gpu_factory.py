@@ -93,12 +93,18 @@ def _optimizer(optimizer: Optimizer, *seen: tuple[str, str], lr: float = 1e-3, *
 
 def _galore(inner: Optimizer, *seen: tuple[str, str], layerwise: bool = False) -> GpuCase:
     galore = GaloreJob(rank=128, update_gap=4, layerwise=layerwise)
-    return GpuCase(
-        f"galore-{inner}{'-layerwise' if layerwise else ''}",
-        {"method": Method.GALORE, "optimizer": inner, **_FEW_TOKENS},
-        seen=(("projectors", "128"), *seen),
-        train={"galore": galore},
-    )
+    name, settings = f"galore-{inner}{'-layerwise' * layerwise}", {"method": Method.GALORE, "optimizer": inner}
+    return GpuCase(name, settings | _FEW_TOKENS, seen=(("projectors", "128"), *seen), train={"galore": galore})
+
+
+def _adapters(name: str, method: Method, *seen: tuple[str, str], **settings: Any) -> GpuCase:
+    settings = {"method": method, "checkpointing": Checkpointing.FULL, **settings}
+    return GpuCase(name, settings, seen=seen, train={"lora": LoraJob(rank=16)})
+
+
+def _fused_linear(name: str, sharding: Sharding = Sharding.NONE) -> GpuCase:
+    settings = {"loss": LossHead.FUSED_LINEAR, "sharding": sharding}
+    return GpuCase(f"loss-fused_linear{name}", settings, libraries=("liger-kernel",))
 
 
 def _checkpointing(checkpointing: Checkpointing, num_blocks: int, **more: Any) -> GpuCase:
@@ -119,11 +125,8 @@ def _offload(sharding: Sharding, offload: Offload, method: Method = Method.FULL)
 
 # Engines that one rank can run; DistributedDataParallel wraps nothing there.
 ENGINES_OF_ONE = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
-EIGHT_BIT = ("optimizer_state", r"uint8")
-_LORA = {"lora": LoraJob(rank=16)}
-_QLORA: dict[str, Any] = {
-    "method": Method.QLORA, "optimizer": Optimizer.PAGED_ADAMW, "checkpointing": Checkpointing.FULL,
-}  # fmt: skip
+EIGHT_BIT, NF4 = ("optimizer_state", r"uint8"), ("4-bit layers", r"nf4")
+INSIDE = ("updates", r"inside the backward pass")
 GPU_CASES: tuple[GpuCase, ...] = (
     GpuCase("fp32", {"precision": Precision.FP32}),
     GpuCase("bf16-mixed", {}),
@@ -141,12 +144,8 @@ GPU_CASES: tuple[GpuCase, ...] = (
     ),
     GpuCase("loss-eager", {"loss": LossHead.EAGER}),
     GpuCase("loss-fused", {"loss": LossHead.FUSED}),
-    GpuCase("loss-fused_linear", {"loss": LossHead.FUSED_LINEAR}, libraries=("liger-kernel",)),
-    *(
-        GpuCase(f"loss-fused_linear-{sharding}", {"loss": LossHead.FUSED_LINEAR, "sharding": sharding},
-                libraries=("liger-kernel",))
-        for sharding in ENGINES_OF_ONE
-    ),
+    _fused_linear(""),
+    *(_fused_linear(f"-{sharding}", sharding) for sharding in ENGINES_OF_ONE),
     _optimizer(Optimizer.ADAMW_8BIT, EIGHT_BIT),
     _optimizer(Optimizer.PAGED_ADAMW, ("optimizer_state", r"paged")),
     _optimizer(Optimizer.PAGED_ADAMW_8BIT, EIGHT_BIT, ("optimizer_state", r"paged")),
@@ -156,19 +155,19 @@ GPU_CASES: tuple[GpuCase, ...] = (
     _optimizer(Optimizer.ADAFACTOR, lr=1e-2),
     _optimizer(Optimizer.LION, lr=1e-4),
     _optimizer(Optimizer.MUON),
-    _optimizer(Optimizer.LOMO, ("updates", r"inside the backward pass"), lr=1e-2, learns=False),
-    _optimizer(Optimizer.ADALOMO, ("updates", r"inside the backward pass"), lr=1e-2),
-    GpuCase("optimizer_in_backward", {"optimizer_in_backward": True, **_FEW_TOKENS},
-            seen=(("updates", r"inside the backward pass"),)),
-    GpuCase("lora", {"method": Method.LORA, "checkpointing": Checkpointing.FULL},
-            seen=(("adapters", r"float32"),), train=_LORA),
-    GpuCase("qlora", _QLORA, seen=(("4-bit layers", r"nf4"), ("checkpointing", r"8 of 8 blocks")), train=_LORA),
-    GpuCase("qlora-table-on-host", {**_QLORA, "embedding_on_host": True}, train=_LORA,
-            seen=(("4-bit layers", r"nf4"), ("embedding table", r"in host RAM; lookups: \d+$"))),
+    _optimizer(Optimizer.LOMO, INSIDE, lr=1e-2, learns=False),
+    _optimizer(Optimizer.ADALOMO, INSIDE, lr=1e-2),
+    GpuCase("optimizer_in_backward", {"optimizer_in_backward": True, **_FEW_TOKENS}, seen=(INSIDE,)),
+    _adapters("lora", Method.LORA, ("adapters", r"float32")),
+    _adapters("qlora", Method.QLORA, NF4, ("checkpointing", r"8 of 8 blocks"), optimizer=Optimizer.PAGED_ADAMW),
+    _adapters(
+        "qlora-table-on-host", Method.QLORA, NF4, ("embedding table", r"in host RAM; lookups: \d+$"),
+        optimizer=Optimizer.PAGED_ADAMW, embedding_on_host=True,
+    ),
     _galore(Optimizer.ADAMW),
     _galore(Optimizer.ADAMW_8BIT, EIGHT_BIT),
     _galore(Optimizer.ADAFACTOR),
-    _galore(Optimizer.ADAMW, ("updates", r"inside the backward pass"), layerwise=True),
+    _galore(Optimizer.ADAMW, INSIDE, layerwise=True),
     _fp8(Fp8Recipe.DELAYED, (8, 9), "transformer-engine"),
     _fp8(Fp8Recipe.CURRENT, (8, 9), "transformer-engine"),
     *(_fp8(Fp8Recipe.CURRENT, (8, 9), "transformer-engine", sharding) for sharding in ENGINES_OF_ONE),
@@ -248,7 +247,7 @@ def gpu_plan(case: GpuCase, cache_dir: Path, hardware: Hardware, *, config: dict
         plan.schedule, num_steps=NUM_STEPS, sequences_per_step=num_rows, tokens_per_step=num_rows * SEQ_LEN, lr=lr,
         warmup_steps=1,
     )  # fmt: skip
-    plan = msgspec.structs.replace(  # a trial: a few steps, nothing scored, saved or exported
+    plan = msgspec.structs.replace(  # a trial is a few steps, nothing scored, saved or exported
         plan, model_config=config, model_shape=read_model_shape(config), data=data, schedule=schedule, is_trial=True
     )
     configuration = setting_of_case(plan)

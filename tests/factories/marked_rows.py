@@ -119,12 +119,8 @@ class MarkedRow:
         return row | self._beside(0.2)
 
     def _dolly(self) -> dict[str, Any]:
-        return {
-            "instruction": self._text(),
-            "context": self._text(),
-            "response": self._text(True),
-            "category": self._text(),
-        }
+        asked = {name: self._text() for name in ("instruction", "context", "category")}
+        return {**asked, "response": self._text(True)}
 
     def _kto(self) -> dict[str, Any]:
         is_good = self._is(0.5)

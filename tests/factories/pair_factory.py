@@ -6,9 +6,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from rank_factory import rank_plan
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from shardwise.trainer.runtime.data.cache import TokenLayout
+from shardwise.trainer.runtime.data.batches import MicroBatch
+from shardwise.trainer.runtime.data.cache import IGNORED_LABEL, TokenLayout
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.job.sections import DataFormat, EvalJob, Objective
@@ -53,3 +57,12 @@ def pair_plan(cache_dir: Path, *args: Any, early_stop: int | None = None, **sett
     )
     job = msgspec.structs.replace(plan.job, eval=EvalJob(early_stop=early_stop))
     return msgspec.structs.replace(plan, data=data, job=job)
+
+
+def plain_logps(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Of each row, the log-probability of what is learned of it, from transformers' own logits."""
+    with torch.no_grad():
+        shares: Tensor = model(input_ids=batch.input_ids).logits[:, :-1].log_softmax(-1)
+    labels = batch.labels[:, 1:]
+    picked = shares.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (picked * (labels != IGNORED_LABEL)).double().sum(1)

@@ -86,12 +86,10 @@ def rank_plan(
         "checkpoint_every_s": None, "saving_max_share": None, "rehearses_save": False,  # nothing goes by the clock
     }  # fmt: skip
     rows: dict[str, Any] = {"num_rows": 376, "num_eval_rows": NUM_EVAL_ROWS, "is_packed": False}
-    return replace(
-        plan,
-        model_config={**model_config, "max_position_embeddings": SEQ_LEN},
-        data=replace(plan.data, cache_dir=str(cache_dir), **rows),
-        schedule=replace(plan.schedule, tokens_per_step=sequences_per_step * SEQ_LEN, **steps),
-    )
+    data = replace(plan.data, cache_dir=str(cache_dir), **rows)
+    schedule = replace(plan.schedule, tokens_per_step=sequences_per_step * SEQ_LEN, **steps)
+    fields = {**model_config, "max_position_embeddings": SEQ_LEN}
+    return replace(plan, model_config=fields, data=data, schedule=schedule)
 
 
 def offload_plan(cache_dir: Path, sharding: Sharding, offload: Offload, *, nvme: Path, **settings: Any) -> Plan:

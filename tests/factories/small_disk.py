@@ -36,3 +36,10 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def flip_bit(path: Path, place: int = -1) -> None:
+    """Damages a file in one bit of the byte at this place."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)

@@ -23,7 +23,6 @@ ASKED, ANSWERED, WRONG = user("2+2?"), assistant("4"), assistant("5")
 
 
 def complaints(file, shape, fields):
-    """What is said of the rows of `file`, without the folder."""
     reading = RowReading(detect_shape([file], shape, fields), fields, vocab_size=100)
     folder = file.path.rpartition("/")[0] + "/"
     said = []
@@ -180,10 +179,6 @@ def rows():
     return b"".join(b'{"text": "row %d"}\n' % number for number in range(100_000))
 
 
-def damaged_page():
-    return whole_parquet()[:100] + b"\xff" * 200 + whole_parquet()[300:]
-
-
 def damaged_offsets():
     """Arrow would follow them, and end the process."""
     whole = whole_arrow()
@@ -200,7 +195,7 @@ DAMAGED = [
     ("a.jsonl.zst", b"text" * 9, r"Zstandard.*data\.train"),
     ("a.jsonl.zst", lambda: pa.compress(rows(), "zstd", asbytes=True)[:-20], r"after \d{5,} bytes .*Zstandard"),
     ("a.parquet", lambda: whole_parquet()[:-100], r"\.parquet file.*data\.train"),
-    ("a.parquet", damaged_page, r"\.parquet file"),
+    ("a.parquet", lambda: whole_parquet()[:100] + b"\xff" * 200 + whole_parquet()[300:], r"\.parquet file"),
     ("a.arrow", damaged_offsets, r"\.arrow file"),
     ("a.arrow", b"text" * 30, r"\.arrow file.*data\.train"),
     ("a.arrow", lambda: whole_arrow()[: len(whole_arrow()) // 2], r"after row \d{3}\b.*\.arrow file.*data\.train"),

@@ -55,14 +55,6 @@ def documents(values: Tensor) -> list[Tensor]:
     return [part for row in values.split(1) for part in row.split(LENGTHS, dim=1)]
 
 
-def built(name: str, attention: str) -> PreTrainedModel:
-    """In fp64; where a product of experts does not know it, they are multiplied one by one."""
-    model = model_of(name, dtype=torch.float32 if name in NOT_IN_FP64 else torch.float64, attention=attention)
-    if type(model)._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
-    return model
-
-
 ROPES: dict[str, dict[str, object]] = {
     "longrope": {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": WINDOW},
     "dynamic": {"factor": 4.0},
@@ -114,14 +106,16 @@ def test_packed_documents_are_learned_as_alone_or_packing_is_off(name, record_pr
     if shape.loss_obstacle is not None:
         return
     for attention in [each for each in (SDPA, EAGER) if each in shape.attentions]:
-        model = built(name, attention)
+        # In fp64; where a product of experts does not know it, they are multiplied one by one.
+        model = model_of(name, dtype=torch.float32 if name in NOT_IN_FP64 else torch.float64, attention=attention)
+        if type(model)._can_set_experts_implementation():
+            model.set_experts_implementation("eager")
         alone = [model(input_ids=ids, use_cache=False).logits for ids in documents(rows())]
         padded = model(input_ids=functional.pad(rows()[:, : LENGTHS[0]], (0, 9)), use_cache=False).logits
         same(padded[:1, : LENGTHS[0]], alone[0])
         if shape.packing_obstacle is None:
-            differences += [
-                Difference(f"loss, {attention}, {model.dtype}", LOSS_TOLERANCE, loss_as_alone(model, alone))
-            ]
+            title = f"loss, {attention}, {model.dtype}"
+            differences.append(Difference(title, LOSS_TOLERANCE, loss_as_alone(model, alone)))
     record_differences(record_property, differences)
     kinds = getattr(config_of(name), "layer_types", None) or ()
     assert shape.packing_obstacle is None or name in ALL_HAVE_STATES or not KEEP_STATE.isdisjoint(kinds)
@@ -189,33 +183,33 @@ def test_layers_with_a_state_are_packed_where_a_kernel_takes_bounds(name, has_ke
 
 
 class Mixer(nn.Module):
-    """Packed tokens have losses with a share of the first token of their row, in training or in evaluation alone."""
+    """Packed tokens have losses with a share of the first token of their row, in training or in evaluation alone.
 
-    def __init__(self, *, leaks_in_training: bool, share: float) -> None:
+    They are stretched besides, whatever is before them.
+    """
+
+    def __init__(self, *, leaks_in_training: bool = True, share: float = 0.0, stretch: float = 1.0) -> None:
         super().__init__()
-        self.conv1d, self.leaks_in_training, self.share = nn.Identity(), leaks_in_training, share
+        self.conv1d, self.leaks_in_training, self.share, self.stretch = nn.Identity(), leaks_in_training, share, stretch
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: object) -> Tensor:
-        losses, leaks = input_ids.double(), position_ids is not None and self.training is self.leaks_in_training
-        return losses + self.share * losses[:, :1] if leaks else losses
+        losses, is_packed = input_ids.double(), position_ids is not None
+        leaks = is_packed and self.training is self.leaks_in_training
+        return (losses + self.share * losses[:, :1] if leaks else losses) * (self.stretch if is_packed else 1.0)
+
+
+def fault_of(model: nn.Module) -> str | None:
+    found = measure_dependence(model, num_rows=1, seq_len=32, vocab_size=9, device=torch.device("cpu"))
+    return found.fault(1e-3)
 
 
 @pytest.mark.parametrize(("leaks_in_training", "share"), [(False, 0.5), (True, 0.5), (True, float("nan"))])
 def test_mixers_are_measured_with_the_kernels_of_training_and_of_evaluation(leaks_in_training, share):
-    mixer = Mixer(leaks_in_training=leaks_in_training, share=share)
-    found = measure_dependence(mixer, num_rows=1, seq_len=32, vocab_size=9, device=torch.device("cpu"))
-    assert found.fault(1e-3) == "what a document contains changes the losses of the next one in its row"
-
-
-class Stretched(nn.Module):
-    """Packed tokens have other losses than alone, whatever is before them."""
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: object) -> Tensor:
-        return input_ids.double() * (1.0 if position_ids is None else 1.1)
+    fault = fault_of(Mixer(leaks_in_training=leaks_in_training, share=share))
+    assert fault == "what a document contains changes the losses of the next one in its row"
 
 
 def test_other_faults_of_rows_are_found():
     """Tokens that see later ones, and documents that have other losses in another place."""
     assert described("cpmant").loss_obstacle == "a token sees those after it"
-    found = measure_dependence(Stretched(), num_rows=1, seq_len=32, vocab_size=9, device=torch.device("cpu"))
-    assert found.fault(1e-3) == "a document has other losses behind another one than alone"
+    assert fault_of(Mixer(stretch=1.1)) == "a document has other losses behind another one than alone"

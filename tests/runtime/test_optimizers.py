@@ -45,8 +45,6 @@ STEPPED = [pytest.param(kind, id=kind) for kind in Optimizer if kind is not Opti
 EIGHT_BIT = (
     Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.LAMB_8BIT, Optimizer.ADEMAMIX_8BIT,
 )  # fmt: skip
-
-
 OURS = "shardwise.trainer.runtime.optimizers"
 ADAMS: dict[str, object] = {"betas": (0.9, 0.95)}
 IMPLEMENTATIONS: dict[Optimizer, tuple[str, dict[str, object]]] = {
@@ -131,9 +129,10 @@ def test_moments_of_large_tensors_are_8_bit_with_a_scale_for_256_elements(kind):
 def test_muons_rules_are_torchs_own():
     llama, alone = tiny_llama(), tiny_llama()
     built = build_optimizer(Optimizer.MUON, llama, lr=1e-3, weight_decay=0.1)
-    others = [p for p in alone.parameters() if id(p) not in {id(q) for q in block_matrices(alone)}]
+    matrices = block_matrices(alone)
+    others = [p for p in alone.parameters() if not any(p is matrix for matrix in matrices)]
     adamw = torch.optim.AdamW(parameter_groups(nn.ParameterList(others), weight_decay=0.1), lr=1e-3, betas=BETAS)
-    muon = torch.optim.Muon(block_matrices(alone), lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
         for each in (llama, alone):
             random_gradients(each, step=step)
@@ -207,17 +206,6 @@ def test_w36_galores_projector_is_a_view_of_all_singular_vectors():
     assert matrix.untyped_storage().nbytes() == 4 * 32 * 32
 
 
-@pytest.mark.parametrize("projection", ["std", "full"])
-def test_a_projector_holds_no_singular_vectors_beyond_its_rank(projection):
-    """As a view of all of them it would hold as much as a square matrix of the smaller side (W36)."""
-    llama, built = after_steps(projection=projection)
-    for parameter in block_matrices(llama):
-        found = built.state[parameter]["projector"].ortho_matrix
-        for matrix in found if isinstance(found, list) else [found]:
-            assert matrix.untyped_storage().nbytes() == 4 * RANK_8.rank * max(matrix.shape)
-            assert matrix.is_contiguous()  # as it comes back from a checkpoint, or the two would round differently
-
-
 def test_a_projector_holds_for_the_gap_and_is_then_found_anew():
     llama, built = after_steps(num_steps=1, update_gap=2)
     weight = block_matrices(llama)[0]
@@ -241,12 +229,24 @@ def after_random_gradients(**changes: Any):
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_every_projection_updates_tall_and_wide_matrices_in_a_space_of_the_rank(projection):
+    """A projector holds no singular vectors beyond its rank; as a view of all of them it would (W36)."""
     llama, built, updates = after_random_gradients(projection=projection)
     for name, update in updates.items():
         assert "_proj" not in name or 0 < torch.linalg.matrix_rank(update, rtol=1e-4) <= 8
     sides = {tuple(built.state[matrix]["exp_avg"].shape) for matrix in block_matrices(llama)}
     assert all(8 in shape for shape in sides)
     assert (sides == {(8, 8)}) == (projection == "full")
+    for parameter in block_matrices(llama):
+        found = built.state[parameter]["projector"].ortho_matrix
+        for matrix in found if isinstance(found, list) else [found]:
+            assert matrix.untyped_storage().nbytes() == 4 * RANK_8.rank * max(matrix.shape)
+            assert matrix.is_contiguous()  # as it comes back from a checkpoint, or the two would round differently
+
+
+def test_the_scale_scales_the_projected_update_and_nothing_else():
+    (_, _, quarter), (_, _, whole) = (after_random_gradients(scale=scale) for scale in (0.25, 1.0))
+    expected = {name: (0.25 if "_proj" in name else 1.0) * update for name, update in whole.items()}
+    torch.testing.assert_close(quarter, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("inner", [Optimizer.ADAMW, Optimizer.ADAFACTOR])
@@ -274,25 +274,19 @@ def test_what_galore_cannot_do_is_refused(inner, changes, fact, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=fact):
         after_steps(inner, **changes)
+    with pytest.raises(InputError, match=r"train\.method: galore"):  # without a matrix
+        build_optimizer(Optimizer.ADAMW, nn.LayerNorm(4), lr=1e-2, weight_decay=0.1, galore=RANK_8)
 
 
-def test_the_8_bit_optimizer_inside_is_built_without_the_arguments_that_moved(monkeypatch):
+def test_w13_galore_torchs_8_bit_arguments_have_moved_in_bitsandbytes_and_ours_are_built_without(monkeypatch):
+    from galore_torch import GaLoreAdamW8bit
+
+    plain = GaLoreAdamW8bit(tiny_llama().parameters())  # percentile_clipping=100, block_wise=True
+    assert (plain.args.max_unorm, plain.args.skip_zeros) == (100, True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     built: Any = build_optimizer(Optimizer.ADAMW_8BIT, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=RANK_8)
     assert (type(built).__module__, built.args.optim_bits) == ("galore_torch.adamw8bit", 8)
     assert (built.args.max_unorm, built.args.skip_zeros) == (0, False)
-
-
-def test_a_model_without_matrices_is_refused():
-    with pytest.raises(InputError, match=r"train\.method: galore"):
-        build_optimizer(Optimizer.ADAMW, nn.LayerNorm(4), lr=1e-2, weight_decay=0.1, galore=RANK_8)
-
-
-def test_w13_galore_torchs_8_bit_arguments_have_moved_in_bitsandbytes():
-    from galore_torch import GaLoreAdamW8bit
-
-    built = GaLoreAdamW8bit(tiny_llama().parameters())  # percentile_clipping=100, block_wise=True
-    assert (built.args.max_unorm, built.args.skip_zeros) == (100, True)
 
 
 def test_w14_galore_torch_does_not_project_back_under_reverse_std_at_full_rank():
@@ -337,9 +331,8 @@ def test_no_two_gradients_are_ever_alive(kind):
     built = build_optimizer(kind, llama, lr=1e-3, weight_decay=0.1, in_backward=kind not in INSIDE)
     random_loss(llama, step=0).backward()
     assert alive == [1] * 21 and updates_in_backward(built)
-    assert optimizer_facts(built)["updates"].startswith(
-        "inside the backward pass, by hooks on 21 parameters, 21 so far"
-    )
+    fact = "inside the backward pass, by hooks on 21 parameters, 21 so far"
+    assert optimizer_facts(built)["updates"].startswith(fact)
 
 
 def test_lomo_is_sgd_and_adalomo_is_adafactor_inside_the_backward_pass():
@@ -401,9 +394,3 @@ def test_what_cannot_run_inside_backward_is_refused_in_words():
         check_in_backward(candidate(method=Method.GALORE, precision=Precision.FP16_MIXED), is_layerwise=True)
     with pytest.raises(InputError, match="not inside it"):
         build_optimizer(Optimizer.DEEPSPEED_CPU_ADAM, nn.Linear(2, 2), lr=1.0, weight_decay=0.0, in_backward=True)
-
-
-def test_the_scale_scales_the_projected_update_and_nothing_else():
-    (_, _, quarter), (_, _, whole) = (after_random_gradients(scale=scale) for scale in (0.25, 1.0))
-    expected = {name: (0.25 if "_proj" in name else 1.0) * update for name, update in whole.items()}
-    torch.testing.assert_close(quarter, expected, rtol=1e-5, atol=1e-6)

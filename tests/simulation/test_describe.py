@@ -17,10 +17,8 @@ _SIZES = {
     "vocab_size": 200, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 96, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_KNOWN = {
-    **TINY,
-    **{name: VARIANTS[name] for name in ("falcon rw", "qwen3_moe with a dense block", "gemma3 with a capped head")},
-}
+_VARIANTS = ("falcon rw", "qwen3_moe with a dense block", "gemma3 with a capped head")
+_KNOWN = {**TINY, **{name: VARIANTS[name] for name in _VARIANTS}}
 _SAME = (
     "num_parameters", "model_type", "block_class", "vocab_size", "hidden_size", "ffn_size", "num_layers",
     "num_dense_layers", "num_heads", "head_dim", "is_tied", "norm", "norm_parameters_per_block", "is_gated",
@@ -67,10 +65,7 @@ def test_attention_is_what_the_class_of_the_model_supports_without_a_kernel_of_t
     [
         ({"model_type": "mistral3"}, r"^config\.json: .*no causal language model of type mistral3$"),
         ({"model_type": "no_such_model"}, r"^config\.json: .* does not know model_type no_such_model$"),
-        (
-            {**_SIZES, "model_type": "olmo2", "hidden_size": "wide"},
-            r"^config\.json: .*does not build olmo2 .*hidden_size",
-        ),
+        ({**_SIZES, "model_type": "olmo2", "hidden_size": "wide"}, r"^config\.json: .*not build olmo2 .*hidden_size"),
     ],
 )
 def test_a_config_that_transformers_cannot_build_is_refused(config, sentence):

@@ -13,14 +13,25 @@ KILO = 1000  # elements of fp32: 4000 bytes
 
 
 def test_a_storage_counts_until_its_last_tensor_is_gone() -> None:
+    """Not what the data loader holds, nor outside; one that is resized in place is freed and filled again."""
+    ids = torch.empty(KILO)
     with Tracker("cpu") as tracker:
         whole = torch.empty(KILO)
         part = whole[:10]
         del whole
         assert tracker.live_bytes == 4000
         del part
+        tracker.omit([ids])
+        shifted = ids[1:]
+        assert (tracker.live_bytes, shifted.numel()) == (0, KILO - 1)
+        gathered = torch.empty(KILO)
+        gathered.untyped_storage().resize_(0)
         assert tracker.live_bytes == 0
-    assert tracker.peak_bytes == 4000
+        gathered.untyped_storage().resize_(8000)
+        assert tracker.live_bytes == tracker.peak_bytes == 8000
+    assert [event.num_bytes for event in tracker.trace] == [4000, 4000, 4000, 4000, 8000]
+    torch.empty(KILO).untyped_storage().resize_(0)
+    assert (tracker.live_bytes, len(tracker.trace)) == (8000, 5)
 
 
 def test_the_largest_moment_of_each_event_is_kept() -> None:
@@ -57,16 +68,6 @@ def test_what_is_known_later_counts_at_the_peak_that_was() -> None:
     assert saved.numel() == KILO
 
 
-def test_a_storage_that_is_resized_in_place_is_freed_and_filled_again() -> None:
-    with Tracker("cpu") as tracker:
-        gathered = torch.empty(KILO)
-        gathered.untyped_storage().resize_(0)
-        assert tracker.live_bytes == 0
-        gathered.untyped_storage().resize_(8000)
-        assert tracker.live_bytes == 8000
-    assert [event.num_bytes for event in tracker.trace] == [4000, 4000, 8000]
-
-
 def test_on_a_gpu_sizes_are_those_of_the_allocator_in_blocks_of_512_bytes() -> None:
     with Tracker("meta") as exact:
         one = torch.empty(3, device="meta")
@@ -74,16 +75,6 @@ def test_on_a_gpu_sizes_are_those_of_the_allocator_in_blocks_of_512_bytes() -> N
     rounding = Tracker("cuda")
     assert (rounding._rounded(12), rounding._rounded(512), one.numel()) == (512, 512, 3)
     assert replay([TraceEvent(is_free=False, number=0, num_bytes=1)]).peak_allocated_bytes == 512
-
-
-def test_what_the_data_loader_holds_is_left_out_and_nothing_is_counted_outside() -> None:
-    ids = torch.empty(KILO)
-    with Tracker("cpu") as tracker:
-        tracker.omit([ids])
-        shifted = ids[1:]
-        assert (tracker.live_bytes, shifted.numel()) == (0, KILO - 1)
-    torch.empty(KILO).untyped_storage().resize_(0)
-    assert (tracker.live_bytes, tracker.trace) == (0, [])
 
 
 def trace(*events: tuple[str, float]) -> list[TraceEvent]:

@@ -23,8 +23,6 @@ BASE = SimulationRequest(model_config=LLAMA, micro_batch=2, seq_len=512, loss=Lo
 BLOCK = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * FFN + 2 * HIDDEN
 PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * HIDDEN + HIDDEN
 GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4}
-SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
-FALCON = {"model_type": "falcon", **SIZES, "alibi": False, "new_decoder_architecture": False, "bias": False}
 FOUR_LAYERS = {**LLAMA, "num_hidden_layers": 4}
 ROUNDING = 512  # bytes a tensor may be larger by
 BF16, FULL = Precision.BF16, Checkpointing.FULL

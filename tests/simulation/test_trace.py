@@ -15,7 +15,7 @@ from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.messages.worker_requests import SimulationRequest, TraceRequest
-from shardwise.trainer.spec.model.blocks import Mode, TracedBlocks
+from shardwise.trainer.spec.model.blocks import Mode
 from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
 
@@ -37,19 +37,14 @@ def attention_of(name: str) -> Attention:
     return Attention.EAGER if name.startswith("sinks") else Attention.SDPA
 
 
-def traced(name: str, cache: Path, **changes: Any) -> ModelShape:
-    attention = attention_of(name)
+def traced(name: str, cache: Path) -> ModelShape:
     modes = tuple(
-        Mode(method=method, compute_bytes=2, is_autocast=is_autocast, attention=attention)
+        Mode(method=method, compute_bytes=2, is_autocast=is_autocast, attention=attention_of(name))
         for method, is_autocast in ((Method.FULL, True), (Method.FULL, False), (Method.LORA, True))
     )
     description = DescriptionRequest(model_config=KINDS[name], origin=name)
     request = TraceRequest(description=description, modes=modes, lora=LoraJob(), seq_len=SEQ_LEN)
-    return traced_shape(replace(request, **changes), cache=cache)
-
-
-def traces_of(shape: ModelShape) -> TracedBlocks:
-    return shape.traced
+    return traced_shape(request, cache=cache)
 
 
 def requests_of(name: str) -> dict[str, SimulationRequest]:
@@ -79,9 +74,9 @@ def peak_errors(shape: ModelShape, requests: dict[str, SimulationRequest], folde
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name.startswith("sinks") else LONG) for name in KINDS])
 def test_the_peak_of_traced_blocks_is_within_2_percent_of_a_dry_run_of_the_whole_model(name, tmp_path):
     shape = traced(name, tmp_path)
-    assert len(traces_of(shape).order) == KINDS[name]["num_hidden_layers"]
+    assert shape.traced is not None and len(shape.traced.order) == KINDS[name]["num_hidden_layers"]
     assert shape.loss_obstacle is None
     if "windows" in name:
-        assert {kind.window for kind in traces_of(shape).kinds} == {32, None}
+        assert {kind.window for kind in shape.traced.kinds} == {32, None}
     errors = peak_errors(shape, requests_of(name), tmp_path)
     assert {way: error for way, error in errors.items() if not -TOLERANCE < error < ABOVE.get(way, TOLERANCE)} == {}

@@ -22,14 +22,9 @@ def _kernel(module: str, name: str) -> Callable[..., tuple[Any, None]]:
     """The function of the package, by transformers' own operation of that name."""
 
     def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Any, None]:
+    ) -> tuple[Any, None]:  # fmt: skip
         own = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
         return _apart(own, cu_seqlens, (query, key, value, g, beta), normed=use_qk_l2norm_in_kernel)
 

@@ -10,17 +10,10 @@ from torch.nn import functional
 
 
 def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,  # noqa: N803  # as the package has it
-    dt_bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    dt_softplus: bool = False,
-) -> Tensor:
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int,
+    D: Tensor | None = None, dt_bias: Tensor | None = None,  # noqa: N803  # as the package has it
+    seq_idx: Tensor | None = None, dt_softplus: bool = False,
+) -> Tensor:  # fmt: skip
     """The scan of Mamba 2: x [B, S, H, P] to the same shape."""
     from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 
@@ -34,22 +27,12 @@ def mamba_chunk_scan_combined(
 
 
 def mamba_split_conv1d_scan_combined(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor,
-    dt_bias: Tensor,
-    a: Tensor,
-    D: Tensor,  # noqa: N803  # as the package has it
-    chunk_size: int,
-    seq_idx: Tensor | None = None,
-    activation: str = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-) -> Tensor:
+    zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor, dt_bias: Tensor, a: Tensor,
+    D: Tensor, chunk_size: int,  # noqa: N803  # as the package has it
+    seq_idx: Tensor | None = None, activation: str = "silu", rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6, outproj_weight: Tensor | None = None, outproj_bias: Tensor | None = None,
+    headdim: int | None = None, ngroups: int = 1,
+) -> Tensor:  # fmt: skip
     """A mixer of Mamba 2 in one: what runs in training only."""
     assert headdim is not None and outproj_weight is not None and rmsnorm_weight is not None
     heads = a.shape[0]

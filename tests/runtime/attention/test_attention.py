@@ -3,9 +3,8 @@
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from attempt_runs import losses_of, run_attempt
 from estimate_factory import LLAMA_8B, configuration, gpu
 from hub_kernel_factory import COMMIT, KERNEL, REPOSITORY, hub_environment, put_kernel
 from optimizer_factory import tiny_llama
+from programs import printed_by
 from rank_factory import rank_plan, write_attempt, write_packed_rows
 from torch.nn.attention import SDPBackend
 from transformers.integrations import hub_kernels, sdpa_attention
@@ -38,7 +38,6 @@ from shardwise.trainer.simulation.kernels import Kernels
 from shardwise.trainer.spec import codec
 from shardwise.trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from shardwise.trainer.spec.model.readers import read_model_shape
-from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Report
 from shardwise.trainer.spec.strategy import Attention, AttentionKernel, Checkpointing, LossHead, Precision
 
@@ -57,21 +56,15 @@ def with_flash_attn(monkeypatch, found: str | None) -> None:
     monkeypatch.setattr("shardwise.trainer.runtime.attention.choice.version", version)
 
 
-def test_flash_without_flash_attn_is_refused_with_what_would_do(monkeypatch):
+def test_flash_takes_the_second_generation_of_flash_attn_and_no_windows_that_it_would_not_be_told_of(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentFaultError, match=r"flash-attn (?s:.*)install (?s:.*)pin\.attention=sdpa"):
         check_attention(Attention.FLASH, LLAMA)
-
-
-@pytest.mark.parametrize("found", ["1.0.9", "4.0.0b1", None])
-def test_flash_is_the_second_generation_of_flash_attn(monkeypatch, found):
-    with_flash_attn(monkeypatch, found)
-    with pytest.raises(EnvironmentFaultError, match=rf"flash-attn {found or 'none'}\b"):
-        check_attention(Attention.FLASH, LLAMA)
-
-
-def test_flash_is_refused_where_it_would_not_be_told_of_windows(monkeypatch):
+    for found in ("1.0.9", "4.0.0b1", None):
+        with_flash_attn(monkeypatch, found)
+        with pytest.raises(EnvironmentFaultError, match=rf"flash-attn {found or 'none'}\b"):
+            check_attention(Attention.FLASH, LLAMA)
     with_flash_attn(monkeypatch, "2.8.3")
     check_attention(Attention.FLASH, read_model_shape(TINY["qwen2_moe"]))
     windowed = read_model_shape(VARIANTS["qwen2_moe with windows"])
@@ -132,19 +125,17 @@ def cache(tmp_path_factory) -> Path:
     return folder
 
 
-def output_of(environment: dict[str, str], *argv: str) -> str:
-    done = subprocess.run([sys.executable, *argv], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.skipif(import_utils.is_kernels_available(), reason="kernels is installed")
-def test_without_the_package_the_line_that_installs_it_is_given():
+def test_without_the_package_the_line_that_installs_it_is_given(capsys):
     facts = rf"{KERNEL} (?s:.*)pin\.attention=sdpa(?s:.*)-m pip install 'shardwise\[hub-kernels\]'"
     with pytest.raises(EnvironmentFaultError, match=facts):
         load_flash_kernel(KERNEL)
     with pytest.raises(EnvironmentFaultError, match=facts):
-        check_attention(Attention.FLASH, read_model_shape(TINY["llama"]), KERNEL)
+        check_attention(Attention.FLASH, LLAMA, KERNEL)
+    assert main([KERNEL]) == ExitCode.ENVIRONMENT
+    assert KERNEL in capsys.readouterr().err
+    assert main([]) == ExitCode.INPUT
+    assert "OWNER/flash-attn2@COMMIT" in capsys.readouterr().err
 
 
 @FINDS_KERNELS
@@ -153,7 +144,7 @@ def test_what_is_in_the_cache_is_loaded_and_what_cannot_run_is_refused_with_the_
     put = put_kernel(tmp_path, OTHER)
     names = [f"{REPOSITORY}@{commit}" for commit in (COMMIT, MISSING, FOREIGN, OPEN)]
     environment = hub_environment(cache, TRANSFORMERS_VERBOSITY="error")
-    answers = output_of(environment, "-P", "-c", LOADS_EACH, *names, f"{KERNEL} {REPOSITORY}={put}")
+    answers = printed_by("-P", "-c", LOADS_EACH, *names, f"{KERNEL} {REPOSITORY}={put}", **environment)
     found, missing, foreign, chained, elsewhere = json.loads(answers)
     assert found == [KERNEL, "torch-cpu"]
     fetch = f"python -m shardwise.trainer.runtime.attention.flash_kernel {REPOSITORY}@{MISSING}\n"
@@ -164,19 +155,18 @@ def test_what_is_in_the_cache_is_loaded_and_what_cannot_run_is_refused_with_the_
     assert all(fact in elsewhere for fact in (KERNEL, f"{put / 'build' / 'torch-cpu'}", "unset LOCAL_KERNELS"))
 
 
-def plan_with(cache_dir: Path, **kernel: Any) -> Plan:
-    return rank_plan(cache_dir, num_steps=4, micro_batch=2, accumulation=4, loss=LossHead.FUSED, **kernel)
+packed_plan = partial(rank_plan, num_steps=4, micro_batch=2, accumulation=4, loss=LossHead.FUSED)
 
 
 @FINDS_KERNELS
 def test_a_rank_trains_packed_rows_on_the_kernel_and_reports_its_commit_and_build(cache, tmp_path):
     """The losses are those of PyTorch's attention, so documents were separated."""
     rows = write_packed_rows(tmp_path / "rows")
-    path = write_attempt(tmp_path / "flash", plan_with(rows, attention=Attention.FLASH, flash_kernel=KERNEL))
-    output_of({**hub_environment(cache), "OMP_NUM_THREADS": "1"}, "-m", "shardwise.trainer", str(path))
+    path = write_attempt(tmp_path / "flash", packed_plan(rows, attention=Attention.FLASH, flash_kernel=KERNEL))
+    printed_by("-m", "shardwise.trainer", path, **hub_environment(cache) | {"OMP_NUM_THREADS": "1"})
     verified = codec.read(path.with_name("report.json"), Report).verified
     assert (verified.attention, verified.facts["flash"]) == (KERNEL, "build torch-cpu")
-    run_attempt(tmp_path / "sdpa", plan_with(rows, attention=Attention.SDPA))
+    run_attempt(tmp_path / "sdpa", packed_plan(rows, attention=Attention.SDPA))
     assert losses_of(tmp_path / "flash") == pytest.approx(losses_of(tmp_path / "sdpa"), rel=1e-5)
 
 
@@ -190,27 +180,17 @@ def heads(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.empty(2, each, 64, HEAD_DIM, dtype=dtype, device="cuda") for each in (8, 2, 2)]
 
 
-@pytest.fixture
-def unchosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process in which torch and transformers choose by themselves."""
+def test_a_model_made_trainable_leaves_torch_the_planned_kernels_and_a_choice_that_was_undone_is_seen(monkeypatch):
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", attention.transformers_groups_heads)
     torch.backends.cuda.enable_cudnn_sdp(enabled=True)
-    yield
-    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
-
-
-def test_a_model_made_trainable_leaves_torch_the_planned_kernels(unchosen):
     make_trainable(tiny_llama(), Checkpointing.NONE, LossHead.EAGER, loss_chunk_tokens=None)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert sdpa_attention.use_gqa_in_sdpa is attention.groups_heads
-
-
-def test_a_choice_that_was_undone_is_seen(unchosen):
-    attention.choose_attention_kernels()
     assert all(planned == found for _, planned, found in attention.attention_kernel_rows())
     torch.backends.cuda.enable_cudnn_sdp(enabled=True)
     sdpa_attention.use_gqa_in_sdpa = attention.transformers_groups_heads
     assert sum(planned != found for _, planned, found in attention.attention_kernel_rows()) == 2
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16_MIXED, Precision.BF16])
@@ -231,10 +211,7 @@ def test_plan_dry_run_measurement_and_ranks_name_one_kernel(spec, precision):
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    script = Path(__file__).parents[2] / "factories" / "fused_calls.py"
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout)
+    found: dict[str, Any] = json.loads(printed_by(Path(__file__).parents[2] / "factories" / "fused_calls.py"))
     return found
 
 
@@ -257,11 +234,3 @@ def test_w59_transformers_groups_heads_for_any_chip_and_type():
 def test_w60_torch_does_not_disable_cudnns_attention(seen):
     """A canary, of a process that chose nothing: where torch has it off, `choose_attention_kernels` need not."""
     assert seen["has_cudnn"]
-
-
-@pytest.mark.skipif(import_utils.is_kernels_available(), reason="kernels is installed")
-def test_the_process_that_fetches_ends_with_the_code_of_its_error(capsys):
-    assert main([KERNEL]) == ExitCode.ENVIRONMENT
-    assert KERNEL in capsys.readouterr().err
-    assert main([]) == ExitCode.INPUT
-    assert "OWNER/flash-attn2@COMMIT" in capsys.readouterr().err

@@ -42,6 +42,7 @@ PLACES = [
 ]
 BOUNDS = (*(row * WIDTH + places.start for row, places in PLACES), 2 * WIDTH)
 CHANGED = [(0, slice(0, 20)), (1, slice(3, 33))]
+UNCHANGED = [place for place in PLACES if place not in CHANGED]
 WITHOUT_SDPA = ("gemma2", "mpt")
 ALIBI = {"falcon rw"}
 MODELS = {**TINY, **VARIANTS}
@@ -73,7 +74,7 @@ def with_others_changed() -> torch.Tensor:
 
 
 def unchanged(values: torch.Tensor) -> torch.Tensor:
-    return torch.cat([values[row, places] for row, places in PLACES if (row, places) not in CHANGED])
+    return torch.cat([values[row, places] for row, places in UNCHANGED])
 
 
 def logits(model: PreTrainedModel, ids: torch.Tensor, position_ids: torch.Tensor | None = POSITIONS) -> torch.Tensor:
@@ -146,8 +147,6 @@ def test_attention_dropout_runs_document_by_document_and_keeps_them_apart():
 
 
 class Layer(torch.nn.Module):
-    """Stands where an attention module does."""
-
     num_key_value_groups = 3
     is_causal = True
 
@@ -165,13 +164,8 @@ def heads(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch
     return [each.to(device, dtype).transpose(1, 2).requires_grad_() for each in drawn]
 
 
-def masked(query, key, value, *, window, scale):
-    document = (POSITIONS == 0).cumsum(-1)
-    is_seen = (document[:, None, :, None] == document[:, None, None, :]).tril()
-    if window is not None:
-        is_seen = is_seen.triu(1 - window)
-    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=is_seen, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2)
+DOCUMENTS = (POSITIONS == 0).cumsum(-1)
+IS_SEEN = (DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :]).tril()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,7 +177,9 @@ def test_each_way_is_attention_under_a_mask(monkeypatch, kernel, window, dtype):
     settings: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, **BOUND_ARGUMENTS}
     query, key, value = inputs
     out, _ = packed_attention.packed_sdpa(Layer(), query, key, value, None, **settings)
-    expected = masked(*others, window=window, scale=0.3)
+    is_seen = IS_SEEN if window is None else IS_SEEN.triu(1 - window)
+    attend: Any = functional.scaled_dot_product_attention
+    expected = attend(*others, attn_mask=is_seen, scale=0.3, enable_gqa=True).transpose(1, 2)
     rtol, atol = (1e-5, 1e-5) if dtype is torch.float32 else (2e-2, 4e-2)
     assert out.is_contiguous()
     torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
@@ -198,16 +194,12 @@ def test_a_mask_without_values_holds_the_window_or_the_chunk_of_a_block():
     query, key, value = (x.detach() for x in heads())
     chunk, narrow = 6, value[..., :10]
     place = torch.arange(WIDTH)[:, None] - torch.arange(WIDTH)[None, :]
-    is_near = {
-        "window": place < chunk,
-        "chunk": (POSITIONS[:, :, None] // chunk == POSITIONS[:, None, :] // chunk)[:, None],
-    }
-    document = (POSITIONS == 0).cumsum(-1)
-    is_seen = (document[:, None, :, None] == document[:, None, None, :]).tril()
+    chunks = POSITIONS // chunk
+    is_near = {"window": place < chunk, "chunk": (chunks[:, :, None] == chunks[:, None, :])[:, None]}
     for rule, near in is_near.items():
         mask = packed_attention._Reach(**{rule: chunk}).as_mask("cpu")
         out, _ = packed_attention.packed_sdpa(Layer(), query, key, narrow, mask, sliding_window=2, **BOUND_ARGUMENTS)
-        settings: dict[str, Any] = {"attn_mask": is_seen & near, "enable_gqa": True}
+        settings: dict[str, Any] = {"attn_mask": IS_SEEN & near, "enable_gqa": True}
         expected = functional.scaled_dot_product_attention(query, key, narrow, **settings).transpose(1, 2)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
@@ -248,21 +240,16 @@ READS = "aten::is_nonzero"  # a tensor as a condition of Python: on a GPU, a wai
 
 
 def forward(model: PreTrainedModel, around: AbstractContextManager[None], **inputs: Any) -> tuple[Any, int]:
-    """The logits of a forward, and how often a tensor was read as a condition."""
     with around, profile(activities=[ProfilerActivity.CPU]) as profiler:
         logits = model(**inputs).logits
     return logits, sum(each.count for each in profiler.key_averages() if each.key == READS)
-
-
-def test_w57_transformers_reads_from_the_device_whether_rows_are_packed():
-    assert forward(build("llama", "sdpa"), nullcontext(), input_ids=rows())[1] > 0
 
 
 @pytest.mark.parametrize(
     ("name", "implementation", "is_packed"),
     [("llama", "sdpa", False), ("mistral", "sdpa", False), ("mistral", "sdpa", True), ("mistral", "eager", True)],
 )
-def test_rows_are_not_looked_at_and_have_the_same_logits(name: str, implementation: str, is_packed: bool):
+def test_w57_transformers_reads_from_the_device_whether_rows_are_packed_and_we_do_not(name, implementation, is_packed):
     model, inputs, ours = build(name, implementation), {}, {"input_ids": rows()}
     if is_packed:
         inputs, ours = {"position_ids": POSITIONS}, packed_attention.packed_inputs(model, rows(), POSITIONS, BOUNDS)
@@ -279,7 +266,6 @@ def test_masks_and_the_look_are_back_afterwards_whatever_happened_meanwhile():
     assert (masking_utils.find_packed_sequence_indices, AttentionMaskInterface._global_mapping) == before
 
 
-UNCHANGED = [(0, slice(20, 48)), (1, slice(0, 3)), (1, slice(33, 48))]
 UNDER_FLASH = [name for name in TINY if name != "mpt"]
 
 
@@ -287,12 +273,12 @@ UNDER_FLASH = [name for name in TINY if name != "mpt"]
 def flash_attn(request, monkeypatch) -> str:
     """The name by which transformers has flash-attn's functions loaded, as on a machine that could run them.
 
-    Rows of several documents must come with their bounds.
+    There is no function for rows of one document: those of several must come with their bounds.
     """
     name: str = request.param
     library = modeling_flash_attention_utils
     prepare = library._lazy_define_process_function(flash_attn_varlen_func)
-    loaded = {"_flash_fn": _of_one_document, "_flash_varlen_fn": flash_attn_varlen_func}
+    loaded = {"_flash_fn": None, "_flash_varlen_fn": flash_attn_varlen_func}
     loaded |= {"_process_flash_kwargs_fn": prepare, "_process_with_kvcache_kwargs_fn": prepare}
     for attribute, value in {**loaded, "_loaded_implementation": name}.items():
         monkeypatch.setattr(library, attribute, value)
@@ -301,10 +287,6 @@ def flash_attn(request, monkeypatch) -> str:
     AttentionInterface.register(KERNEL, flash_attention_forward)  # as transformers does when it loads a kernel
     AttentionMaskInterface.register(KERNEL, flash_attention_mask)
     return name
-
-
-def _of_one_document(*args: Any, **kwargs: Any) -> torch.Tensor:
-    raise AssertionError("rows of several documents came as rows of one")
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor, places: list[tuple[int, slice]]) -> torch.Tensor:
@@ -321,10 +303,7 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor, places: list[tuple[i
 )
 def test_flash_attn_is_told_the_documents_of_every_row(flash_attn, name):
     """Whatever the model hands on: another document changes no loss, and its own loss is that of eager attention."""
-    ids = torch.randint(3, 200, (2, WIDTH), generator=torch.Generator().manual_seed(1))
-    other = ids.clone()
-    for row, part in CHANGED:
-        other[row, part] = torch.randint(3, 200, (part.stop - part.start,))
+    ids, other = rows(), with_others_changed()
     # transformers looks for a Linear to tell the type that fp32 is cast to, and GPT-2 has none in its attention.
     dtype: Any = torch.float64 if name == "gpt2" else torch.float32
     model = build(name, flash_attn).to(dtype)
@@ -342,7 +321,6 @@ def test_flash_attn_is_told_the_documents_of_every_row(flash_attn, name):
 @pytest.mark.parametrize("flash_attn", [FLASH], indirect=True)
 def test_w32_qwen2_moe_does_not_hand_its_window_to_flash_attn(flash_attn, monkeypatch):
     """A canary: where flash-attn gets the windows, `check_attention` need not refuse them."""
-    ids = torch.randint(3, 200, (1, WIDTH), generator=torch.Generator().manual_seed(1))
     windows: list[int | None] = []
     model = build("qwen2_moe with windows", flash_attn)
 
@@ -352,6 +330,6 @@ def test_w32_qwen2_moe_does_not_hand_its_window_to_flash_attn(flash_attn, monkey
 
     monkeypatch.setattr(modeling_flash_attention_utils, "_flash_fn", note)
     with torch.no_grad():
-        model(input_ids=ids)
+        model(input_ids=rows()[:1])
     assert len(windows) == 3
     assert set(windows) == {None}

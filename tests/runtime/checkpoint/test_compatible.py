@@ -34,14 +34,8 @@ def test_what_differs_is_named_with_both_values(tiny, checkpoint, name):
     assert len(error.value.problems) == 2
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"step": 900, "tokens_seen": 5, "versions": {"torch": "9"}, "run_name": "again", "best_step": 7},
-        {"sharding": Sharding.ZERO3, "world_size": 64, "precision": Precision.BF16_MIXED},
-        {"optimizer": Optimizer.ADAMW_FUSED},
-        {"optimizer": Optimizer.DEEPSPEED_CPU_ADAM},
-    ],
-)
-def test_what_a_resume_may_change_is_accepted(tiny, checkpoint, changed):
-    check_compatible(checkpoint, tiny.build_facts(0, **changed))
+def test_what_a_resume_may_change_is_accepted(tiny, checkpoint):
+    of_save = {"step": 900, "tokens_seen": 5, "versions": {"torch": "9"}, "run_name": "again", "best_step": 7}
+    of_machine = {"sharding": Sharding.ZERO3, "world_size": 64, "precision": Precision.BF16_MIXED}
+    for optimizer in (Optimizer.ADAMW_FUSED, Optimizer.DEEPSPEED_CPU_ADAM):
+        check_compatible(checkpoint, tiny.build_facts(0, **of_save, **of_machine, optimizer=optimizer))

@@ -3,7 +3,7 @@
     python tiny_run.py crash ROOT NAME ...        one child for each waiting-POINT or background-POINT, killed there
     python tiny_run.py ranks ROOT                 two gloo ranks through every case, results in ROOT/results-R.json
     python tiny_run.py background-ranks ROOT      the same, training on while they save
-    python tiny_run.py reference ROOT             two ranks that are never killed; ROOT/digests.json: the state by step
+    python tiny_run.py reference ROOT             two ranks that are never killed, the state by step as their results
     python tiny_run.py kill ROOT SEED ...         one or both of two ranks killed at a random moment, and resumed
 
 Learning rate and batch are functions of the step, as in the real loop, so a resumed run has nothing else to restore.
@@ -66,16 +66,15 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def build_optimizer(model: nn.Module, kind: str = "foreach") -> torch.optim.Optimizer:
-    """Two groups; AdamW as `foreach`, `fused` or `amsgrad`, or SGD as `sgd` or `momentum`."""
+def build_optimizer(model: nn.Module, *, is_sgd: bool = False) -> torch.optim.Optimizer:
+    """AdamW in two groups, or SGD with momentum."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1, "name": "decay"},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "name": "no_decay"},
     ]
-    if kind in ("sgd", "momentum"):
-        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9 if kind == "momentum" else 0.0)
-    settings = {"foreach": {"foreach": True}, "fused": {"fused": True}, "amsgrad": {"amsgrad": True}}[kind]
-    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), **settings)
+    if is_sgd:
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), foreach=True)
 
 
 def train(
@@ -124,10 +123,10 @@ def digest(model: nn.Module, optimizer: object) -> str:
     return state_digest(model, optimizer, sharding=Sharding.NONE)
 
 
-def resume(checkpoint: CheckpointFolder, kind: str = "foreach") -> tuple[nn.Module, torch.optim.Optimizer]:
+def resume(checkpoint: CheckpointFolder) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build_model(seed=99)
     import_weights(model, checkpoint)
-    optimizer = build_optimizer(model, kind)
+    optimizer = build_optimizer(model)
     import_state(model, optimizer, checkpoint, sharding=Sharding.NONE)
     return model, optimizer
 
@@ -178,14 +177,6 @@ def run_until(
     return digest(plain, optimizer)
 
 
-def _die_at(point: str) -> OnPoint:
-    def on_point(reached: str) -> None:
-        if reached == point:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return on_point
-
-
 def _crash(root: Path, names: list[str]) -> None:
     """One child for each `waiting-POINT` or `background-POINT`; a point `random-N` is a random moment.
 
@@ -210,9 +201,13 @@ def _crash_child(folder: Path, point: str, *, in_background: bool) -> None:
     if point == "damaged-moved":
         run_until(folder, 4)
         (folder / "step-00000004" / "MANIFEST.json").write_text("{")
-    is_random = point.startswith("random-")
-    keep = 1 if point in ("pruning", "pruned") else 2
-    run_until(folder, 200 if is_random else 6, in_background=in_background, keep=keep, on_point_of_4=_die_at(point))
+    last, keep = 200 if point.startswith("random-") else 6, 1 if point in ("pruning", "pruned") else 2
+
+    def die(reached: str) -> None:
+        if reached == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run_until(folder, last, in_background=in_background, keep=keep, on_point_of_4=die)
 
 
 def fork_ranks(root: Path, body: Callable[[Ranks], None]) -> list[int]:
@@ -244,6 +239,7 @@ def wait_for_ranks(root: Path, children: list[int]) -> None:
 
 
 def _ranks(root: Path, case: Callable[[Ranks, Path], dict[str, object]]) -> None:
+    root.mkdir(parents=True, exist_ok=True)
 
     def body(ranks: Ranks) -> None:
         results = case(ranks, root)
@@ -334,16 +330,12 @@ def _background_ranks(ranks: Ranks, root: Path) -> dict[str, object]:
     return results
 
 
-def _reference(root: Path) -> None:
-    root.mkdir(parents=True)
-
-    def body(ranks: Ranks) -> None:
-        digests: dict[int, str] = {}
-        run_until(root / "checkpoints", MOST_STEPS + 4, ranks=ranks, on_step=digests.__setitem__)
-        if ranks.is_first:
-            (root / "digests.json").write_text(json.dumps(digests))
-
-    wait_for_ranks(root, fork_ranks(root, body))
+def _reference(ranks: Ranks, root: Path) -> dict[str, object]:
+    digests: dict[str, object] = {}
+    run_until(
+        root / "checkpoints", MOST_STEPS + 4, ranks=ranks, on_step=lambda step, at: digests.update({str(step): at})
+    )
+    return digests
 
 
 def _kill(root: Path, seed: str) -> None:
@@ -381,8 +373,7 @@ def _kill(root: Path, seed: str) -> None:
     assert resumed is not None and resumed.step == newest + 4
     outcome = {
         "victims": victims, "in_background": in_background, "committed": num_committed, "newest": newest,
-        "digest": found, "digest_after": digest(*resume(resumed)),
-        "left": names(checkpoints),
+        "digest": found, "digest_after": digest(*resume(resumed)), "left": names(checkpoints),
     }  # fmt: skip
     (root / "outcome.json").write_text(json.dumps(outcome))
 
@@ -394,11 +385,9 @@ def _fail(line: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     command, root, *rest = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
-    cases = {"ranks": _every_case, "background-ranks": _background_ranks}
+    cases = {"ranks": _every_case, "background-ranks": _background_ranks, "reference": _reference}
     if command == "crash":
         _crash(root, rest)
-    elif command == "reference":
-        _reference(root)
     elif command == "kill":
         for seed in rest:
             _kill(root / seed, seed)

@@ -32,8 +32,7 @@ EXCHANGES = [user("U1"), assistant("A1"), user("U2"), assistant("A2")]
 
 
 def named(name):
-    template = load_chat_template(name, None)
-    return ChatTemplate(template.source, TOKENS, name=name)
+    return ChatTemplate(load_chat_template(name, None).source, TOKENS, name=name)
 
 
 def rendered_by_transformers(source, messages, tools, *, add_generation_prompt):
@@ -173,18 +172,12 @@ def test_the_tokenizers_template_knows_its_tokens(folder):
     assert text == AutoTokenizer.from_pretrained(folder).apply_chat_template(EXCHANGES, tokenize=False)
 
 
-def test_conversations_with_tools_get_the_template_for_them(folder):
+def test_files_come_before_settings_the_jobs_choice_before_both_and_tools_have_a_template_for_them(folder):
+    assert load_chat_template(None, folder) is None
     put(folder, chat_template=[{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
     template = load_chat_template(None, folder)
-    assert template.render(EXCHANGES).text == "plain"
-    assert template.render(EXCHANGES, TOOLS).text == "tools"
+    assert (template.render(EXCHANGES).text, template.render(EXCHANGES, TOOLS).text) == ("plain", "tools")
     assert load_chat_template("tool_use", folder).render(EXCHANGES).text == "tools"
-
-
-def test_files_come_before_settings_and_the_jobs_choice_before_both(folder):
-    assert load_chat_template(None, folder) is None
-    put(folder, chat_template="settings")
-    assert load_chat_template(None, folder).render(EXCHANGES).text == "settings"
     (folder / "chat_template.jinja").write_text("file")
     assert load_chat_template(None, folder).render(EXCHANGES).text == "file"
     (folder / "mine.jinja").write_text("mine{{ eos_token }}")
@@ -194,11 +187,7 @@ def test_files_come_before_settings_and_the_jobs_choice_before_both(folder):
 @pytest.mark.parametrize(
     ("settings", "choice", "fact"),
     [
-        (
-            [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}],
-            "lama3",
-            r"lama3\b(?s:.*)alpaca.*rag",
-        ),
+        ([{"name": each, "template": "a"} for each in ("default", "rag")], "lama3", r"lama3\b(?s:.*)alpaca.*rag"),
         ([{"name": "default"}], None, r"tokenizer_config\.json.*chat_template"),
         ("a\n{% genera %}", None, r"line 2: .*'genera'"),
     ],

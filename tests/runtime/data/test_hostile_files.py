@@ -108,19 +108,15 @@ def test_much_text_of_one_kind_is_no_bomb(tmp_path, small_limits, suffix):
 
 
 def test_one_text_that_a_table_repeats_without_end_is_refused(tmp_path, small_limits):
-    """Parquet stores it once."""
+    """Parquet stores it once. Batches of it are small."""
+    stream = io.BytesIO(parquet_of(pa.table({"text": ["a " * 2**12] * 200, "number": range(200)})))
+    batches = list(files._parquet_batches(stream))
+    assert sum(batch.num_rows for batch in batches) == 200
+    assert max(batch.nbytes for batch in batches) <= 2**15
     path = tmp_path / "a.parquet"
     path.write_bytes(parquet_of(pa.table({"text": ["a " * 2**12] * 2000})))
     with pytest.raises(InputError, match=rf"{path}: its {path.stat().st_size} bytes expand to more than"):
         prepared(path)
-
-
-def test_a_text_that_a_table_repeats_is_read_in_small_batches(monkeypatch):
-    monkeypatch.setattr(files, "BATCH_BYTES", 2**16)
-    stream = io.BytesIO(parquet_of(pa.table({"text": ["a " * 2**12] * 200, "number": range(200)})))
-    batches = list(files._parquet_batches(stream))
-    assert sum(batch.num_rows for batch in batches) == 200
-    assert max(batch.nbytes for batch in batches) <= 2**17
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])

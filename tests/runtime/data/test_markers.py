@@ -45,13 +45,10 @@ def decode(folder):
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def shape_of(row):
-    return shape_of_row(lambda field: any(row.get(name) is not None for name in column_names(field, {})), BY_PRECEDENCE)
-
-
 def fate_of(made, renderer, decode):
     """The outcome of a generated row as a word; AssertionError where a part of it is dropped without a line."""
-    shape = shape_of(made.row)
+    found = {name for name, value in made.row.items() if value is not None}
+    shape = shape_of_row(lambda field: not found.isdisjoint(column_names(field, {})), BY_PRECEDENCE)
     assert shape is not None
     example = read_example(made.row, "rows.jsonl:1", RowReading(shape, {}, 10**6))
     if not isinstance(example, Example):

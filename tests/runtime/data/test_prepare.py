@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from math import log
 from pathlib import Path
 from random import Random
@@ -46,10 +47,7 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture
 def request_of(tmp_path):
-    def make(*sources, **settings):
-        return listed_request(*sources, cache_root=tmp_path / "cache", **settings)
-
-    return make
+    return partial(listed_request, cache_root=tmp_path / "cache")
 
 
 def profile_of(request):
@@ -61,12 +59,8 @@ def prepared(request):
     return profile, *([split.row(n).tolist() for n in range(len(split))] for split in splits(profile))
 
 
-def folder_of(profile):
-    return Path(profile.cache_dir)
-
-
 def splits(profile):
-    return [TokenRows.open(folder_of(profile), split) for split in ("train", "eval")]
+    return [TokenRows.open(Path(profile.cache_dir), split) for split in ("train", "eval")]
 
 
 def tokenizer_of(profile):
@@ -91,7 +85,7 @@ def test_prepared_data_that_another_user_can_change_are_not_trained(way, request
     profile = profile_of(request)
     write_index(request, profile, time.time_ns() + 10**12)
     assert find_prepared(request) == profile
-    folder = folder_of(profile)
+    folder = Path(profile.cache_dir)
     if way.startswith("can be"):
         folder.chmod(0o777)
     else:
@@ -108,7 +102,7 @@ def test_prepared_data_that_another_user_can_change_are_not_trained(way, request
 def test_a_lock_that_is_a_link_creates_no_file(request_of, text, tmp_path):
     """In a cache that several users share."""
     request = request_of(text)
-    folder = folder_of(profile_of(request))
+    folder = Path(profile_of(request).cache_dir)
     lock = folder.parent / "locks" / folder.name
     lock.unlink()
     lock.symlink_to(tmp_path / "created")
@@ -134,13 +128,17 @@ def test_the_profile_counts_what_is_in_the_cache(request_of, text):
     assert profile.eval_unigram_entropy_nats == pytest.approx(entropy)
 
 
-def test_the_same_content_is_prepared_once_whatever_its_name(request_of, text, tmp_path):
-    profile, _, held_out = prepared(request_of(text))
+def test_the_same_content_is_prepared_once_whatever_its_name_and_again_after_damage(request_of, text, tmp_path):
+    profile, train, held_out = prepared(request_of(text))
     assert held_out == []
     assert (profile.num_eval_rows, profile.num_eval_tokens, profile.eval_unigram_entropy_nats) == (0, 0, None)
-    inode = (folder_of(profile) / "tokens.bin").stat().st_ino
-    assert profile_of(request_of(text.rename(tmp_path / "moved.md"))) == profile
-    assert (folder_of(profile) / "tokens.bin").stat().st_ino == inode
+    tokens = Path(profile.cache_dir) / "tokens.bin"
+    inode = tokens.stat().st_ino
+    moved = text.rename(tmp_path / "moved.md")
+    assert profile_of(request_of(moved)) == profile
+    assert tokens.stat().st_ino == inode
+    os.truncate(tokens, 10)
+    assert prepared(request_of(moved)) == (profile, train, held_out)
 
 
 def test_every_setting_and_the_content_are_part_of_the_fingerprint(request_of, text, tokenizer_folder):
@@ -161,7 +159,7 @@ def test_tokens_are_taken_as_the_rows_they_are(request_of, tmp_path):
     assert train == [[1, 2, 3], [4, 5], list(range(16))]
     assert (profile.is_packed, profile.cut_rows, profile.vocab_size) == (False, 1, 300)
     assert profile.notes[0].startswith("1 documents were longer than 16 tokens")
-    assert not (folder_of(profile) / "tokenizer").exists()
+    assert not (Path(profile.cache_dir) / "tokenizer").exists()
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, "uint16"), (2**16 + 1, "uint32")])
@@ -223,9 +221,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, content, settings, facts", REFUSED, ids=[f"{row[0]}-{row[3][0]}" for row in REFUSED])
-def test_data_that_cannot_be_learned_is_refused_and_leaves_nothing(
-    request_of, tmp_path, name, content, settings, facts
-):
+def test_data_that_cannot_be_learned_are_refused_and_leave_none(request_of, tmp_path, name, content, settings, facts):
     (tmp_path / name).write_bytes(content)
     request = msgspec.structs.replace(request_of(tmp_path / name), **settings)
     with pytest.raises(InputError) as caught:
@@ -257,12 +253,6 @@ def test_tokens_beyond_the_vocabulary_are_refused(request_of, text, tmp_path, to
         profile_of(request_of(text, tokenizer=str(folder)))
 
 
-def test_a_damaged_cache_is_built_anew(request_of, text):
-    before = prepared(request_of(text))
-    os.truncate(folder_of(before[0]) / "tokens.bin", 10)
-    assert prepared(request_of(text)) == before
-
-
 def test_what_a_killed_preparation_left_is_removed_and_what_another_builds_is_not(request_of, text, tmp_path):
     profile = profile_of(request_of(text))
     root = tmp_path / "cache" / "data"
@@ -273,7 +263,7 @@ def test_what_a_killed_preparation_left_is_removed_and_what_another_builds_is_no
     with (root / "locks" / ("1" * 32)).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         profile_of(request_of(text, seq_len=20))
-    assert not left.exists() and building.exists() and folder_of(profile).exists()
+    assert not left.exists() and building.exists() and Path(profile.cache_dir).exists()
 
 
 def test_two_processes_make_one_cache_between_them(request_of, tmp_path):
@@ -282,13 +272,11 @@ def test_two_processes_make_one_cache_between_them(request_of, tmp_path):
     request = request_of(path, eval_share=0.05)
     codec.write(tmp_path / "request.json", request)
     command = [sys.executable, "-m", "shardwise.trainer.runtime.data.prepare", tmp_path / "request.json"]
-    processes = [
-        subprocess.Popen([*command, tmp_path / f"{name}-answer.json"], stdout=subprocess.PIPE, text=True)
-        for name in ("one", "two")
-    ]
+    answers = [tmp_path / f"{number}-answer.json" for number in range(2)]
+    processes = [subprocess.Popen([*command, path], stdout=subprocess.PIPE, text=True) for path in answers]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    one, two = (codec.read(tmp_path / f"{name}-answer.json", DataProfile) for name in ("one", "two"))
+    one, two = (codec.read(path, DataProfile) for path in answers)
     assert one == two
     assert len([output for output, _ in outputs if "making a tokenizer" in output]) == 1
     assert cache_folders(request) == sorted([one.fingerprint, "locks"])

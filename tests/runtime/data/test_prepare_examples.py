@@ -56,12 +56,15 @@ def learned_text(profile, rows, number):
 
 
 def test_the_tokens_of_a_template_are_given_to_the_tokenizer_and_the_template_kept(tmp_path, tokenizer):
+    """Where they have no room it is refused with both numbers."""
     profile, _ = prepared(tmp_path, [chat(1)], tokenizer)
-    folder = Path(profile.cache_dir) / "tokenizer"
+    folder, size = Path(profile.cache_dir) / "tokenizer", load_tokenizer(Path(tokenizer)).vocab_size
     loaded = load_tokenizer(folder)
-    assert loaded.vocab_size == load_tokenizer(Path(tokenizer)).vocab_size + 2
+    assert loaded.vocab_size == size + 2
     assert loaded.tokenizer.encode("<|im_start|>user").ids[0] == loaded.vocab_size - 2
     assert "<|im_start|>" in (folder / "chat_template.jinja").read_text()
+    with pytest.raises(InputError, match=rf"\b{size + 2}\b(?s:.*)\b{size + 1}\b"):
+        prepared(tmp_path, [chat(1)], tokenizer, vocab_size=size + 1)
 
 
 def test_a_tokenizer_made_from_chats_learns_what_is_said_and_has_the_templates_tokens(tmp_path):
@@ -120,31 +123,20 @@ def test_rows_that_turn_out_unusable_are_named_and_skipped_where_the_job_says_so
 
 
 def test_rows_of_ones_own_go_through_format_row_and_none_leaves_one_out(tmp_path, tokenizer):
-    answer = "{'prompt': 'say ', 'completion': str(row['n'])}"
-    body = f"def format_row(row):\n    return None if row['n'] % 2 else {answer}\n"
-    rows = [{"n": number} for number in range(20)]
-    profile, _ = prepared(tmp_path, rows, tokenizer, extension=extension_of(tmp_path, body, Hook.FORMAT_ROW))
+    """What goes wrong in it is an error of the input."""
+
+    def formatted(returned):
+        extension = extension_of(tmp_path, f"def format_row(row):\n    return {returned}\n", Hook.FORMAT_ROW)
+        return prepared(tmp_path, [{"n": number} for number in range(20)], tokenizer, extension=extension)[0]
+
+    returned = "None if row['n'] % 2 else {'prompt': 'say ', 'completion': str(row['n'])}"
+    profile = formatted(returned)
     assert (profile.format, profile.num_documents) == (DataFormat.PROMPT_COMPLETION, 10)
-    other, _ = prepared(
-        tmp_path, rows, tokenizer, extension=extension_of(tmp_path, body.replace("say", "tell"), Hook.FORMAT_ROW)
-    )
-    assert other.fingerprint != profile.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [("row['no']", r"format_row raised KeyError: 'no' \(mine\.py, line 2\)"), ("'text'", "format_row returned text")],
-)
-def test_what_goes_wrong_in_format_row_is_an_input_error(tmp_path, tokenizer, body, message):
-    extension = extension_of(tmp_path, f"def format_row(row):\n    return {body}\n", Hook.FORMAT_ROW)
-    with pytest.raises(InputError, match=message):
-        prepared(tmp_path, [{"n": 1}], tokenizer, extension=extension)
-
-
-def test_a_template_whose_tokens_have_no_room_is_refused_with_both_numbers(tmp_path, tokenizer):
-    size = load_tokenizer(Path(tokenizer)).vocab_size
-    with pytest.raises(InputError, match=rf"\b{size + 2}\b(?s:.*)\b{size + 1}\b"):
-        prepared(tmp_path, [chat(1)], tokenizer, vocab_size=size + 1)
+    assert formatted(returned.replace("say", "tell")).fingerprint != profile.fingerprint
+    with pytest.raises(InputError, match=r"format_row raised KeyError: 'no' \(mine\.py, line 2\)"):
+        formatted("row['no']")
+    with pytest.raises(InputError, match="format_row returned text"):
+        formatted("'text'")
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,27 @@ def template_of(name, folder):
     return ChatTemplate(trl_template(name), named_tokens(folder))
 
 
+@pytest.fixture(scope="module")
+def own(folder, tokenizer):
+    """A renderer of a whole template; or of one of which each turn is given, and what opens an answer."""
+
+    def renderer(turn, opener="", *, is_whole=False, messages="messages"):
+        begin, end = f"{{% for m in {messages} %}}<|start|>{{{{ m.role }}}}\n", "<|end|>{% endfor %}"
+        prompt = f"{{% if add_generation_prompt %}}<|start|>assistant\n{opener}{{% endif %}}"
+        source = turn if is_whole else begin + turn + end + prompt
+        return Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500)
+
+    return renderer
+
+
+def check(rendered, expected, tokenizer):
+    """What is learned is as expected, or the refusal holds the text that is."""
+    if isinstance(expected, str):
+        assert isinstance(rendered, str) and re.search(expected, rendered)
+    else:
+        assert learned(rendered, tokenizer) == expected
+
+
 def learned(rendered, tokenizer):
     assert isinstance(rendered, TokenIds), rendered
     runs = groupby(zip(rendered.ids, rendered.is_learned, strict=True), lambda pair: pair[1])
@@ -103,10 +124,7 @@ def test_what_is_learned_is_what_trl_marks_but_for_what_the_model_does_not_write
     assert more <= MORE_IN_THE_TWIN[name]
 
 
-CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
-TAGGED_CALL = f"<tool_call>\n{CALL}\n</tool_call><|im_end|>"
-
-
+TAGGED_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'
 ASKED, RESULT = user("Weather?"), {"role": "tool", "content": "18", "tool_call_id": "call00001"}
 DESCRIBED = TOOLS[0]["function"] | {
     "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}}
@@ -163,11 +181,7 @@ AGENTS: list[Any] = [  # template, conversation, what is learned, or what a refu
 @pytest.mark.parametrize(("name", "messages", "expected"), AGENTS)
 def test_agents_are_learned_call_by_call_or_refused_with_the_key(name, messages, expected, renderer, tokenizer):
     has_calls = any("tool_calls" in message for message in messages)
-    rendered = renderer(name).render(Chat(messages, TOOLS if has_calls else None))
-    if isinstance(expected, str):
-        assert isinstance(rendered, str) and re.search(expected, rendered)
-    else:
-        assert learned(rendered, tokenizer) == expected
+    check(renderer(name).render(Chat(messages, TOOLS if has_calls else None)), expected, tokenizer)
 
 
 # Forms that published templates of other models have: Mistral's (an id of nine characters, in the call), Kimi's (the id
@@ -191,56 +205,36 @@ OWN_FORMS: list[Any] = [  # what an answer has behind its header, a result, and 
 
 
 @pytest.mark.parametrize(("answer", "result", "opener", "expected"), OWN_FORMS)
-def test_calls_are_found_whatever_stands_around_them(answer, result, opener, expected, tokenizer, folder):
-    source = (
-        "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + answer
-        + "{% elif m.role == 'tool' %}" + result + "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
-        + "{% if add_generation_prompt %}<|start|>assistant\n" + opener + "{% endif %}"
-    )  # fmt: skip
-    template = ChatTemplate(source, named_tokens(folder))
+def test_calls_are_found_whatever_stands_around_them(answer, result, opener, expected, tokenizer, own):
+    answer, result = f"{{% if m.role == 'assistant' %}}{answer}", f"{{% elif m.role == 'tool' %}}{result}"
+    one = own(f"{answer}{result}{{% else %}}{CONTENT}{{% endif %}}", opener)
     reasoning = {"reasoning": "first"} if "first" in expected[0] else {}
     messages = [ASKED, assistant("", tool_calls=[PARIS], **reasoning), RESULT, assistant("Mild.")]
     for tail in ([], [user("Sure?"), assistant("Yes.")]):
-        rendered = Renderer(tokenizer, template, LossOn.AUTO, 500).render(Chat([*messages, *tail]))
+        rendered = one.render(Chat([*messages, *tail]))
         assert learned(rendered, tokenizer) == expected + ["Yes.<|end|>"] * (len(tail) // 2)
 
 
 @pytest.mark.parametrize("value", [True, False, None, [], {}, [True], {"deep": None}, 3, "x"])
-def test_an_argument_that_a_template_omits_is_refused_whatever_it_is(value, tokenizer, folder):
+def test_an_argument_that_a_template_omits_is_refused_whatever_it_is(value, own):
     """As a template that looks at the kind of each argument may do."""
-    for is_written in (False, True):
-        named = "{% for k, v in c.function.arguments.items() if {} %}{{ k }}={{ v | tojson }}{% endfor %}".replace(
-            "{}", "true" if is_written else "k == 'city'", 1
-        )
-        source = (
-            "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}<|call|>"
-            "{{ c.function.name }}" + named + "{% endfor %}<|end|>{% endfor %}"
-            "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-        )  # fmt: skip
-        messages = [ASKED, assistant("", tool_calls=[tool_call("get_weather", city="Paris", more=value)])]
-        rendered = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500).render(
-            Chat(messages)
-        )
-        if is_written:
-            assert not isinstance(rendered, str), rendered
-        else:
-            assert isinstance(rendered, str) and "omits the tool_calls.function.arguments.more" in rendered
+    messages = [ASKED, assistant("", tool_calls=[tool_call("get_weather", city="Paris", more=value)])]
+    for condition, is_written in (("k == 'city'", False), ("true", True)):
+        arguments = f"{{% for k, v in c.function.arguments.items() if {condition} %}}{{{{ k }}}}={{{{ v | tojson }}}}"
+        calls = f"{{% for c in m.tool_calls %}}<|call|>{{{{ c.function.name }}}}{arguments}{{% endfor %}}{{% endfor %}}"
+        rendered = own(CONTENT + calls).render(Chat(messages))
+        assert is_written is not isinstance(rendered, str), rendered
+        assert is_written or "omits the tool_calls.function.arguments.more" in rendered
 
 
-def test_the_names_of_arguments_are_in_the_text(tokenizer, folder):
-    values = (
-        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
-        "{{ c.function.name }}({{ c.function.arguments.values() | join(', ') }}){% endfor %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-    )
-    named = values.replace("arguments.values() | join(', ')", "arguments | tojson")
+def test_the_names_of_arguments_are_in_the_text(own):
     messages = [
         ASKED,
         assistant("", tool_calls=[tool_call("get_weather", **{"città": "Paris", "more": [{"deep": "a"}]})]),
     ]
-    for source, is_learned in ((values, False), (named, True)):
-        one = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500)
-        rendered = one.render(Chat(messages))
+    for arguments, is_learned in ((".values() | join(', ')", False), (" | tojson", True)):
+        call = f"{{{{ c.function.name }}}}({{{{ c.function.arguments{arguments} }}}})"
+        rendered = own(f"{CONTENT}{{% for c in m.tool_calls %}}{call}{{% endfor %}}").render(Chat(messages))
         assert is_learned is not isinstance(rendered, str)
         assert is_learned or "omits the name of the argument città of message 2" in str(rendered)
 
@@ -263,25 +257,19 @@ def test_turns_of_a_prompt_that_the_template_rewrites_later_are_not_learned(name
 
 @pytest.mark.parametrize("name", ["gptoss", "qwen3_6", "our qwen"])
 def test_empty_reasoning_is_none(name, renderer):
-    plain, reasoned = [ASKED, assistant("Mild.")], [ASKED, assistant("Mild.", reasoning="warm")]
+    def rendered(**keys):
+        return renderer(name).render(Chat([ASKED, assistant("Mild.", **keys)]))
+
     for key in ("reasoning_content", "thinking", "reasoning"):
-        assert renderer(name).render(Chat([ASKED, assistant("Mild.", **{key: ""})])) == renderer(name).render(
-            Chat(plain)
-        )
-    both = [ASKED, assistant("Mild.", reasoning_content="", reasoning="warm")]
-    assert renderer(name).render(Chat(both)) == renderer(name).render(Chat(reasoned))
+        assert rendered(**{key: ""}) == rendered()
+    assert rendered(reasoning_content="", reasoning="warm") == rendered(reasoning="warm")
 
 
-def test_a_result_inside_the_turn_of_its_call_is_never_learned(tokenizer, folder):
+def test_a_result_inside_the_turn_of_its_call_is_never_learned(own):
     """As Gemma 4 writes text that stands beside a call: behind the result."""
-    source = (
-        "{% for m in messages if m.role != 'tool' %}<|start|>{{ m.role }}\n"
-        "{% if m.tool_calls %}<|call|>{{ m.tool_calls[0].function | tojson }}{{ messages[loop.index].content }}"
-        "{% endif %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-    )
-    rendered = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500).render(
-        Chat(TEXT_AND_CALL)
-    )
+    call = "<|call|>{{ m.tool_calls[0].function | tojson }}{{ messages[loop.index].content }}"
+    one = own(f"{{% if m.tool_calls %}}{call}{{% endif %}}{CONTENT}", messages="messages if m.role != 'tool'")
+    rendered = one.render(Chat(TEXT_AND_CALL))
     assert isinstance(rendered, str) and "message 2" in rendered
 
 
@@ -307,24 +295,20 @@ def test_tools_and_arguments_of_the_template_are_in_every_shape_that_holds_messa
     renderer, tokenizer, of_transformers
 ):
     """As `apply_chat_template` writes them."""
-    kwargs = {"enable_thinking": False}
+    kwargs, one = {"enable_thinking": False}, renderer("qwen3")
     messages = [ASKED, assistant("Mild.")]
-    expected = of_transformers.apply_chat_template(
-        messages, TOOLS, chat_template=trl_template("qwen3"), tokenize=False, **kwargs
-    )
-    prompt = of_transformers.apply_chat_template(
-        [ASKED], TOOLS, chat_template=trl_template("qwen3"), tokenize=False, add_generation_prompt=True, **kwargs
-    )
-    pair = renderer("qwen3").render(Preference([ASKED], messages[1:], [assistant("Cold.")], TOOLS, kwargs))
+    settings = {"tools": TOOLS, "chat_template": trl_template("qwen3"), "tokenize": False, **kwargs}
+    expected = of_transformers.apply_chat_template(messages, **settings)
+    prompt = of_transformers.apply_chat_template([ASKED], add_generation_prompt=True, **settings)
     for rendered in (
-        renderer("qwen3").render(Chat(messages, TOOLS, kwargs)),
-        renderer("qwen3").render(Completion([ASKED], messages[1:], TOOLS, kwargs)),
-        pair.chosen,
+        one.render(Chat(messages, TOOLS, kwargs)),
+        one.render(Completion([ASKED], messages[1:], TOOLS, kwargs)),
+        one.render(Preference([ASKED], messages[1:], [assistant("Cold.")], TOOLS, kwargs)).chosen,
     ):
         assert tokenizer.tokenizer.decode(rendered.ids, skip_special_tokens=False) == expected
         num_read = rendered.is_learned.index(True)
         assert tokenizer.tokenizer.decode(rendered.ids[:num_read], skip_special_tokens=False) == prompt
-    assert "<think>" in learned(renderer("qwen3").render(Chat(messages, TOOLS)), tokenizer)[0]
+    assert "<think>" in learned(one.render(Chat(messages, TOOLS)), tokenizer)[0]
 
 
 def test_keys_that_the_template_need_not_write_are_counted_by_example(renderer):
@@ -348,27 +332,19 @@ def test_keys_that_the_template_need_not_write_are_counted_by_example(renderer):
     assert one.take_unread() == ({}, {})
 
 
-def test_what_a_template_leaves_out_of_tools_is_listed_or_refused_by_its_key(tokenizer, folder):
+def test_what_a_template_leaves_out_of_tools_is_listed_or_refused_by_its_key(own, folder):
     """Names, descriptions and parameters are needed; more of a schema need not be written."""
     needed = ["function.name", "function.description", "function.parameters.properties | list"]
     for omitted, expected in ((None, None), (0, "name"), (1, "description"), (2, r"parameters\.properties")):
-        written = [each for place, each in enumerate(needed) if place != omitted]
-        listing = "".join(f"{{{{ tool.{each} }}}}" for each in written)
+        listing = "".join(f"{{{{ tool.{each} }}}}" for place, each in enumerate(needed) if place != omitted)
         source = f"{{% for tool in tools %}}{listing}{{% endfor %}}{load_chat_template('chatml', folder).source}"
-        source = source.replace("tools or ", "")
-        one = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 500)
+        one = own(source.replace("tools or ", ""), is_whole=True)
         rendered = one.render(Chat([ASKED, assistant("Mild.")], [TOOLS[0] | {"function": DESCRIBED}]))
         if expected is None:
             assert not isinstance(rendered, str), rendered
             assert one.take_unread().keys == {"tools.parameters.properties.description": 1}
         else:
             assert isinstance(rendered, str) and re.search(f"omits the {expected} of tool 1", rendered)
-
-
-def test_tools_without_openai_s_wrapping_are_given_as_the_template_reads_them(renderer):
-    bare = [tool["function"] for tool in TOOLS]
-    messages = [ASKED, assistant("Mild.")]
-    assert renderer("gptoss").render(Chat(messages, bare)) == renderer("gptoss").render(Chat(messages, TOOLS))
 
 
 @pytest.mark.parametrize("name", ["phi3", "our phi3"])
@@ -423,13 +399,15 @@ def test_random_conversations_are_cut_where_the_template_cuts_them(renderer, tok
         assert rendered.is_learned == [any(b <= first < e for b, e in spans) for first, _ in encoding.offsets]
 
 
-def test_arguments_in_json_text_are_given_as_the_template_reads_them(renderer, tokenizer):
+def test_arguments_in_json_text_and_tools_without_a_wrapping_are_given_as_templates_read_them(renderer, tokenizer):
     function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
     call = assistant("", tool_calls=[{"type": "function", "function": function}])
     assert learned(renderer("qwen2_5").render(Chat([user("a"), call])), tokenizer) == [TAGGED_CALL]
     function["arguments"] = ""
     [without] = learned(renderer("qwen3_6").render(Chat([user("a"), call])), tokenizer)
     assert "<function=get_weather>\n</function>" in without
+    bare, messages = [tool["function"] for tool in TOOLS], [ASKED, assistant("Mild.")]
+    assert renderer("gptoss").render(Chat(messages, bare)) == renderer("gptoss").render(Chat(messages, TOOLS))
 
 
 def test_parts_of_text_are_one_text_where_the_template_reads_no_parts(renderer):
@@ -506,12 +484,8 @@ TEMPLATES: list[Any] = [
 
 
 @pytest.mark.parametrize(("body", "cases"), TEMPLATES)
-def test_a_template_that_drops_or_rewrites_what_matters_is_refused(body, cases, tokenizer, folder):
+def test_a_template_that_drops_or_rewrites_what_matters_is_refused(body, cases, tokenizer, own):
     prompt = "{% if add_generation_prompt %}<|assistant|>{% endif %}" if "role }}" in body else ""
-    template = ChatTemplate("{% for m in messages %}" + body + "{% endfor %}" + prompt, named_tokens(folder))
     for messages, expected in cases:
-        rendered = Renderer(tokenizer, template, LossOn.AUTO, 100).render(Chat(messages))
-        if isinstance(expected, str):
-            assert isinstance(rendered, str) and re.search(expected, rendered)
-        else:
-            assert learned(rendered, tokenizer) == expected
+        one = own("{% for m in messages %}" + body + "{% endfor %}" + prompt, is_whole=True)
+        check(one.render(Chat(messages)), expected, tokenizer)

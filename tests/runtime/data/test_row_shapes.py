@@ -215,8 +215,7 @@ def test_an_empty_list_of_calls_or_of_tools_is_none():
     every: tuple[object, ...] = ([], "[]", None)
     for nothing in every:
         assert example({"messages": [ASKED, {**ANSWERED, "tool_calls": nothing}]}, CHAT) == Chat([ASKED, ANSWERED])
-    empty: list[Any] = [None, "", "null", [], "[]"]
-    for nothing in empty:
+    for nothing in (*every, "", "null"):
         assert example({"messages": [ASKED, ANSWERED], "tools": nothing}, CHAT) == Chat([ASKED, ANSWERED])
 
 
@@ -246,9 +245,8 @@ def test_a_null_of_a_table_is_a_key_that_another_row_has(tmp_path):
     assert found == [Chat([ASKED, called({"a": 2})]), Chat([ASKED, called({"b": 3})])]
 
 
-IN_TEXT: list[
-    Any
-] = [  # messages of an answer as JSON, and what is read: messages, None if the row is unusable, or text
+# Messages of an answer as JSON, and what is read: messages, None if the row is unusable, or text.
+IN_TEXT: list[Any] = [
     ("[ %s ]", ANSWERED, [ANSWERED]),
     ("\n[%s]", ANSWERED, [ANSWERED]),
     ("%s", ANSWERED, [ANSWERED]),
@@ -293,6 +291,7 @@ def test_an_answer_that_a_row_excludes_is_marked_whatever_the_key_is_called(key,
         assert found == Chat([ASKED, marked, ASKED, ANSWERED]), value
 
 
+EVERY = "every answer is excluded"
 LEFT_OUT: list[Any] = [
     (COMPLETION, {"prompt": "2+2?", "completion": "5", "label": False}, "label: false"),
     (COMPLETION, {"prompt": "2+2?", "completion": "5", "label": "False"}, "label: false"),
@@ -305,13 +304,9 @@ LEFT_OUT: list[Any] = [
     (COMPLETION, {"prompt": "2+2?", "completion": "5", "weight": "0.0"}, "weight: 0"),  # a cell of a CSV file
     (PREFERENCE, {"prompt": "2+2?", "chosen": "4", "rejected": "5", "isMasked": None, "masked": True}, "masked: true"),
     (TEXT, {"text": "a", "lossMask": 0}, "lossMask: 0"),
-    (CHAT, {"messages": [ASKED, {**WRONG, "loss": False}]}, "every answer is excluded"),
-    (COMPLETION, {"prompt": [ASKED], "completion": [{**WRONG, "weight": 0}]}, "every answer is excluded"),
-    (
-        PREFERENCE,
-        {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [{**WRONG, "weight": 0}]},
-        "every answer is excluded",
-    ),
+    (CHAT, {"messages": [ASKED, {**WRONG, "loss": False}]}, EVERY),
+    (COMPLETION, {"prompt": [ASKED], "completion": [{**WRONG, "weight": 0}]}, EVERY),
+    (PREFERENCE, {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [{**WRONG, "weight": 0}]}, EVERY),
 ]
 
 

@@ -179,18 +179,16 @@ def test_stretches_of_a_document_never_change_what_is_written(write, tmp_path, i
     assert files[0] == files[1] == files[2]
 
 
-PAIR_SHAPE = RowShape(seq_len=6, is_packed=False, eos_id=None, rows_per_example=2)
-
-
 def write_pairs(folder, *pairs):
-    with RowWriter(folder, np.dtype("<u2"), PAIR_SHAPE) as writer:
+    shape = RowShape(seq_len=6, is_packed=False, eos_id=None, rows_per_example=2)
+    with RowWriter(folder, np.dtype("<u2"), shape) as writer:
         for chosen, rejected, is_held_out, weight in pairs:
             answers = (TokenIds(ids, [mark == "x" for mark in mask]) for ids, mask in (chosen, rejected))
             writer.add_pair(*answers, is_held_out=is_held_out, weight=weight)
         return Written(folder, writer.finish())
 
 
-def test_a_pair_is_two_rows_that_stay_together_over_weights_and_sides(tmp_path):
+def test_a_pair_is_two_rows_that_stay_together_over_weights_and_sides_dropped_whole_and_cut_once(tmp_path):
     pairs = [(([n, 10 + n, 20 + n], ".xx"), ([n, 30 + n], ".x"), n == 2, 1.5) for n in range(1, 6)]
     found = write_pairs(tmp_path, *pairs)
     as_pairs = [found.train[n : n + 2] for n in range(0, len(found.train), 2)]
@@ -198,17 +196,12 @@ def test_a_pair_is_two_rows_that_stay_together_over_weights_and_sides(tmp_path):
     assert found.held_out == [[2, 12, 22], [2, 32]]
     assert [len(split) for split in found.splits.values()] == [6, 1]
     assert found.rows.num_targets == 6 * 3
-
-
-def test_a_pair_is_dropped_whole_and_cut_once(tmp_path):
     long = ([1] * 9, "." * 5 + "xxxx")
-    found = write_pairs(
-        tmp_path,
-        (([1, 2, 3], "..."), ([1, 4], ".x"), False, 1.0),
-        (([1, 2], ".x"), ([1], "x"), False, 1.0),
-        (([1, 2], ".x"), ([1, 5], ".x"), False, 1.0),
-        (long, long, False, 1.0),
-    )
+    answers = [
+        (([1, 2, 3], "..."), ([1, 4], ".x")), (([1, 2], ".x"), ([1], "x")), (([1, 2], ".x"), ([1, 5], ".x")),
+        (long, long),
+    ]  # fmt: skip
+    found = write_pairs(tmp_path, *((*each, False, 1.0) for each in answers))
     assert found.train == [[1, 2], [1, 5], [1] * 6, [1] * 6]
     assert (found.rows.num_cut, found.rows.num_dropped_tokens) == (1, 8 + 6)
 

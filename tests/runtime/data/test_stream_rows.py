@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections import Counter
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,6 @@ def ids_of(reading, steps, **arrangement):
 
 @pytest.fixture(scope="module")
 def straight(profile, workplace):
-    """Every step of a run on one rank, its index, and the seed of each step."""
     run_dir, folder = workplace / "straight", workplace / "cache" / "streams"
     most, steps, seeds = 0, [], []
     with Reading(profile, run_dir) as reading:
@@ -106,8 +106,10 @@ def rows_in(profile, steps):
 
 
 def test_no_document_of_a_pass_is_learned_twice_and_none_that_is_held_out(profile, straight):
-    """What is dropped is the rest of each window, less than a step."""
-    steps, index, _ = straight
+    """What is dropped is the rest of each window, less than a step; no two windows are shuffled with one seed."""
+    steps, index, seeds = straight
+    of_windows = [seed for seed, _ in groupby(seeds)]
+    assert len(set(of_windows)) == len(of_windows) >= len(index.windows) - WINDOWS_AHEAD
     of_first_pass = [window for window in index.windows if window.end[0].num_passes == 0]
     num_steps = sum(window.num_examples // 4 for window in of_first_pass)
     learned = rows_in(profile, steps[:num_steps])
@@ -118,12 +120,6 @@ def test_no_document_of_a_pass_is_learned_twice_and_none_that_is_held_out(profil
     held_out = TokenRows.open(Path(profile.cache_dir), "eval")
     scored = rows_in(profile, [([tuple(held_out.row(n).tolist()) for n in range(len(held_out))], 0)])
     assert scored and not set(scored) & set(rows_in(profile, steps))
-
-
-def test_no_two_windows_are_shuffled_with_one_seed(straight):
-    _, index, seeds = straight
-    of_windows = [seed for seed, _ in groupby(seeds)]
-    assert len(set(of_windows)) == len(of_windows) >= len(index.windows) - WINDOWS_AHEAD
 
 
 def test_two_ranks_of_a_machine_share_windows_and_the_slower_one_loses_none(profile, straight, tmp_path):
@@ -158,13 +154,6 @@ def test_without_its_index_a_run_reads_the_stream_again_and_says_so(profile, str
         Reading(profile, tmp_path, attempt=2, resume=True)
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_killed_producer_ends_the_run_with_a_sentence_and_leaves_nothing_for_the_next(profile, straight, tmp_path):
     reading = Reading(profile, tmp_path)
     reading.batch(0)
@@ -176,12 +165,11 @@ def test_a_killed_producer_ends_the_run_with_a_sentence_and_leaves_nothing_for_t
     os.close(reading.rows._producer._lock)
     other = reading.cache_root / "streams" / "other"
 
-    def is_removed() -> bool:
+    deadline = time.monotonic() + 60
+    while left.exists():  # the kernel frees the lock when the last process that was killed has ended
+        assert time.monotonic() < deadline
         os.close(lock_folder(other))
         other.rmdir()
-        return not left.exists()
-
-    wait_until(is_removed)  # the kernel frees the lock when the last process that was killed has ended
 
 
 def test_bad_rows_of_later_windows_stop_the_run_or_are_counted_in_one_incident(tmp_path):
@@ -234,16 +222,14 @@ def test_a_rank_can_ask_whether_a_window_is_there_without_waiting(profile, strai
         assert not reading.rows.is_next_window(steps - 1) and reading.rows.is_next_window(steps)
         was_there = reading.rows.is_ready(steps)  # the producer has only just been started
         assert was_there or reading.waits == ["waiting for window 1 of the stream"]
-        wait_until(lambda: reading.rows.is_ready(steps))
+        while not reading.rows.is_ready(steps):
+            time.sleep(0.02)
         assert reading.batch(steps) == straight[0][steps]
 
 
 @pytest.fixture
 def request_of(tmp_path):
-    def make(*sources, window_bytes=1000):
-        return listed_request(*sources, cache_root=tmp_path / "cache", window_bytes=window_bytes)
-
-    return make
+    return partial(listed_request, cache_root=tmp_path / "cache", window_bytes=1000)
 
 
 def names_of(items):
@@ -256,20 +242,16 @@ def windows(reader, count):
 
 def test_a_pass_is_every_row_once_in_the_order_of_the_files_and_each_later_pass_is_in_another(request_of, tmp_path):
     write_files(tmp_path / "rows", num_files=5)
+    reader = reader_of(request_of(tmp_path / "rows"), tmp_path)
     listed = [f"{file}.{row}" for file in range(5) for row in range(60)]
-    read = list(chain(*windows(reader_of(request_of(tmp_path / "rows"), tmp_path), 24)))
+    items: list[list[Any]] = [reader.read_window() for _ in range(24)]
+    sizes = [[len(item.content) for item in window] for window in items]
+    assert all(sum(window) >= 1000 > sum(window[:-1]) for window in sizes), "a document that reaches the size ends it"
+    read = names_of(chain(*items))
     first, second, third = (read[start : start + len(listed)] for start in range(0, 3 * len(listed), len(listed)))
     assert first == listed
     assert second != listed and third not in (listed, second)
     assert sorted(second) == sorted(third) == sorted(listed)
-
-
-def test_a_window_ends_with_the_document_that_reaches_its_size(request_of, tmp_path):
-    write_files(tmp_path / "rows")
-    reader = reader_of(request_of(tmp_path / "rows"), tmp_path)
-    items: list[list[Any]] = [reader.read_window() for _ in range(4)]
-    sizes = [[len(item.content) for item in window] for window in items]
-    assert all(sum(window) >= 1000 > sum(window[:-1]) for window in sizes)
     write_rows(tmp_path / "few.jsonl", [f"0.{row}" for row in range(9)])
     assert [len(window) for window in windows(reader_of(request_of(tmp_path / "few.jsonl"), tmp_path), 3)] == [9, 9, 9]
 

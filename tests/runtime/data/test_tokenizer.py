@@ -77,12 +77,12 @@ def llama_like(folder, *, eos="</s>", puts_bos=True):
     return folder
 
 
-@pytest.mark.parametrize("puts_bos, prefix", [(True, (0,)), (False, ())])
-def test_bos_stands_before_a_document_where_the_tokenizer_puts_it(tmp_path, puts_bos, prefix):
-    loaded = load_tokenizer(llama_like(tmp_path / "t", puts_bos=puts_bos))
-    assert (loaded.document_prefix, loaded.eos_id, loaded.pad_id) == (prefix, 1, 2)
-    short, long = loaded.encode(["r", TEXTS[0]])
-    assert len(short) == 1 and len(long) > 100, "saved truncation and padding do not touch documents"
+def test_bos_stands_before_a_document_where_the_tokenizer_puts_it(tmp_path):
+    for name, puts_bos, prefix in (("with", True, (0,)), ("without", False, ())):
+        loaded = load_tokenizer(llama_like(tmp_path / name, puts_bos=puts_bos))
+        assert (loaded.document_prefix, loaded.eos_id, loaded.pad_id) == (prefix, 1, 2)
+        short, long = loaded.encode(["r", TEXTS[0]])
+        assert len(short) == 1 and len(long) > 100, "saved truncation and padding do not touch documents"
 
 
 def test_a_folder_of_vocabulary_and_merges_is_converted(trained, tmp_path):

@@ -2,12 +2,11 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,16 +33,18 @@ from shardwise.trainer.runtime.precision.mixed_precision import install_precisio
 from shardwise.trainer.spec.engines import Offload, Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError
 from shardwise.trainer.spec.hardware import DeviceKind
-from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.model.readers import read_model_shape
 from shardwise.trainer.spec.optimizers import Optimizer
-from shardwise.trainer.spec.plan import Candidate, Plan
+from shardwise.trainer.spec.report import Verified
 from shardwise.trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision
 
 
 @contextmanager
-def session(**engine: Any) -> Iterator[tuple]:
-    """What one process builds for a plan, in the order in which a rank does."""
+def session(**engine: Any) -> Iterator[tuple[Callable[..., Verified], Any, Any]]:
+    """What one process builds for a plan, in the order in which a rank does: its verification, model and optimizer.
+
+    It is verified by the plan, of which fields may be changed, as may be what was installed.
+    """
     reset_accelerate()
     plan = rank_plan(Path("nowhere"), accumulation=2, **engine)
     chosen = plan.chosen
@@ -51,27 +52,28 @@ def session(**engine: Any) -> Iterator[tuple]:
     model, installed = build_trainable(plan)
     installed = install_precision(model, installed, chosen, DeviceKind.CPU)
     settings: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.1, "in_backward": chosen.optimizer_in_backward}
-    optimizer = build_optimizer(chosen.strategy.optimizer, model, **settings)
-    yield (*accelerator.prepare(model, optimizer), accelerator, installed, chosen)
+    model, optimizer = accelerator.prepare(model, build_optimizer(chosen.strategy.optimizer, model, **settings))
+
+    def verify(change: Mapping[str, Any] | None = None, **built: Any) -> Verified:
+        changed = change or {}
+        strategy = {name: value for name, value in changed.items() if name in chosen.strategy.__struct_fields__}
+        others = {name: value for name, value in changed.items() if name not in strategy}
+        planned = replace(chosen, strategy=replace(chosen.strategy, **strategy), **others)
+        return verify_engine(accelerator, model, optimizer, dataclasses.replace(installed, **built), planned)
+
+    yield verify, model, optimizer
     reset_accelerate()
 
 
 @pytest.fixture(scope="module")
-def built() -> Iterator[tuple]:
-    """A model that runs in one process: no engine, fp32, foreach AdamW, sdpa, the chunked head, accumulation 2."""
-    with session() as everything:
-        yield everything
+def verify() -> Iterator[Callable[..., Verified]]:
+    """Of a model that runs in one process: no engine, fp32, foreach AdamW, sdpa, the chunked head, accumulation 2."""
+    with session() as (verify, *_):
+        yield verify
 
 
-def changed(chosen: Candidate, change: dict[str, object]) -> Candidate:
-    strategy = {name: value for name, value in change.items() if name in chosen.strategy.__struct_fields__}
-    candidate = {name: value for name, value in change.items() if name not in strategy}
-    return msgspec.structs.replace(chosen, strategy=msgspec.structs.replace(chosen.strategy, **strategy), **candidate)
-
-
-def test_what_runs_as_planned_is_reported(built):
-    model, optimizer, accelerator, installed, chosen = built
-    verified = verify_engine(accelerator, model, optimizer, installed, chosen)
+def test_what_runs_as_planned_is_reported(verify):
+    verified = verify()
     assert (verified.engine_class, verified.optimizer_class) == ("LlamaForCausalLM", "AdamW")
     assert (verified.precision, verified.loss, verified.attention, verified.accumulation) == (
         "fp32", "chunked", "sdpa", 2,
@@ -79,9 +81,12 @@ def test_what_runs_as_planned_is_reported(built):
     assert (verified.sharded_parameters, verified.partition_elements, verified.backend) == (0, None, None)
 
 
-def difference(what: str, planned: object, found: object) -> str:
+def differs(what: str, planned: object, found: object) -> AbstractContextManager[object]:
     first, second = (rf"(?<!\w){re.escape(str(value))}(?!\w)" for value in (planned, found))
-    return rf"(?m)^{what}: .*{first}.*{second}"
+    return pytest.raises(EnvironmentFaultError, match=rf"(?m)^{what}: .*{first}.*{second}")
+
+
+DECAY = "('decay', 'no_decay')"
 
 
 @pytest.mark.parametrize(
@@ -108,10 +113,7 @@ def difference(what: str, planned: object, found: object) -> str:
         ({"method": Method.LORA}, "the base is frozen", "True", "False"),
         ({"method": Method.QLORA}, "4-bit layers", "True", "False"),
         ({"optimizer": Optimizer.ADAMW_8BIT}, "optimizer", "AdamW8bit", "AdamW"),
-        (
-            {"optimizer": Optimizer.MUON}, "parameter groups", "('matrices', 'decay', 'no_decay')",
-            "('decay', 'no_decay')",
-        ),
+        ({"optimizer": Optimizer.MUON}, "parameter groups", "('matrices', 'decay', 'no_decay')", DECAY),
         ({"optimizer_in_backward": True}, "the optimizer runs in the backward pass", "True", "False"),
         ({"activation_offload": True}, "activation offload", "True", "False"),
         ({"embedding_on_host": True}, "embedding table in host RAM", "True", "False"),
@@ -123,52 +125,38 @@ def difference(what: str, planned: object, found: object) -> str:
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_each_difference_stops_the_run_with_both_values(built, change, what, planned, found):
-    model, optimizer, accelerator, installed, chosen = built
-    with pytest.raises(EnvironmentFaultError, match=difference(what, planned, found)):
-        verify_engine(accelerator, model, optimizer, installed, changed(chosen, change))
-
-
-@pytest.mark.parametrize(
-    ("change", "what", "planned", "found"),
-    [
-        (lambda decayed, others: decayed.pop(), "parameters that are updated", 21, 20),
-        (lambda decayed, others: others.append(decayed.pop()), "parameters without weight decay", 5, 6),
-    ],
-)
-def test_parameters_that_the_optimizer_forgot_or_does_not_decay_are_seen(change, what, planned, found):
-    with session() as (model, optimizer, accelerator, installed, chosen):
-        change(*(group["params"] for group in optimizer.param_groups))
-        with pytest.raises(EnvironmentFaultError, match=difference(what, planned, found)):
-            verify_engine(accelerator, model, optimizer, installed, chosen)
+def test_each_difference_stops_the_run_with_both_values(verify, change, what, planned, found):
+    with differs(what, planned, found):
+        verify(change)
 
 
 def test_what_runs_beside_the_plan_is_seen():
-    with session(method=Method.LORA, embedding_on_host=True) as (model, optimizer, accelerator, installed, chosen):
-        planned = changed(chosen, {"embedding_on_host": False})
-        with pytest.raises(EnvironmentFaultError, match=difference("embedding table in host RAM", False, True)):
-            verify_engine(accelerator, model, optimizer, installed, planned)
-    with session(method=Method.LORA) as (model, optimizer, accelerator, installed, chosen):
+    on_host = session(method=Method.LORA, embedding_on_host=True)
+    with on_host as (verify, *_), differs("embedding table in host RAM", False, True):
+        verify({"embedding_on_host": False})
+    with session(method=Method.LORA) as (verify, model, _):
         model.get_input_embeddings().weight.requires_grad_(True)
-        with pytest.raises(EnvironmentFaultError, match=difference("the base is frozen", True, False)):
-            verify_engine(accelerator, model, optimizer, installed, chosen)
-    with session(precision=Precision.FP16_MIXED) as (model, optimizer, accelerator, installed, chosen):
-        installed = dataclasses.replace(installed, autocast=torch.bfloat16)
-        with pytest.raises(EnvironmentFaultError, match=difference("precision", "fp16-mixed", "bf16-mixed")):
-            verify_engine(accelerator, model, optimizer, installed, chosen)
-    with session() as (model, optimizer, accelerator, installed, chosen):
-        planned = changed(chosen, {"fused_kernels": True})
-        without = dataclasses.replace(installed, fused=FusedKernels(problem="no GPU"))
-        verify_engine(accelerator, model, optimizer, without, planned)
-        replaced = dataclasses.replace(installed, fused=FusedKernels(num_norms=5, num_gates=2))
-        with pytest.raises(EnvironmentFaultError, match=difference("fused kernels", "True", "False")):
-            verify_engine(accelerator, model, optimizer, replaced, planned)
+        with differs("the base is frozen", True, False):
+            verify()
+    with session(precision=Precision.FP16_MIXED) as (verify, *_), differs("precision", "fp16-mixed", "bf16-mixed"):
+        verify(autocast=torch.bfloat16)
+    with session() as (verify, _, optimizer):
+        verify({"fused_kernels": True}, fused=FusedKernels(problem="no GPU"))
+        with differs("fused kernels", "True", "False"):
+            verify({"fused_kernels": True}, fused=FusedKernels(num_norms=5, num_gates=2))
+        decayed, others = (group["params"] for group in optimizer.param_groups)
+        others.append(decayed.pop())
+        with differs("parameters without weight decay", 5, 6):
+            verify()
+        others.pop()
+        with differs("parameters that are updated", 21, 20):
+            verify()
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16, Precision.FP16_MIXED])
 def test_a_precision_of_16_bit_is_named_as_it_runs(precision):
-    with session(precision=precision) as (model, optimizer, accelerator, installed, chosen):
-        assert verify_engine(accelerator, model, optimizer, installed, chosen).precision == precision
+    with session(precision=precision) as (verify, *_):
+        assert verify().precision == precision
 
 
 @contextmanager
@@ -217,12 +205,11 @@ def test_two_blocks_gathered_ahead_are_read_off_every_block():
 
 def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypatch):
     """Three ranks on each of two machines, whatever Accelerate's YAML says."""
-    launch = {
+    for name, value in {
         "WORLD_SIZE": 6, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "OMP_NUM_THREADS": 1,
-    }  # fmt: skip
-    yaml = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": 3}
-    sets_itself = {"ACCELERATE_USE_FSDP": "true"}  # and would leave for the tests after this one
-    for name, value in {**launch, **yaml, **sets_itself}.items():
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": 3,
+        "ACCELERATE_USE_FSDP": "true",  # Accelerate sets it, and would leave it for the tests after this one
+    }.items():  # fmt: skip
         monkeypatch.setenv(name, str(value))
     with group_of(6):
         accelerator = build_accelerator(rank_plan(Path("nowhere"), Sharding.HSDP, num_ranks=6), ds_config=None)
@@ -232,47 +219,20 @@ def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypa
         reset_accelerate()
 
 
-CPU = torch.device("cpu")
-DORA = {"lora": LoraJob(rank=2, dora=True)}
-
-
-def plan_of(config: dict[str, Any], folder: Path | None = None, **settings: Any) -> Plan:
-    shape = read_model_shape(config)
-    attention = Attention.SDPA if Attention.SDPA in shape.attentions else Attention.EAGER
-    plan = rank_plan(Path("nowhere"), model_config=config, attention=attention, **settings)
-    return replace(plan, model_path=None if folder is None else str(folder))
-
-
-def assert_same_start(plan: Plan) -> None:
+@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
+def test_weights_that_are_read_have_the_bits_of_a_whole_build(config, tmp_path):
+    """Under every method: tests/distributed/test_sharded_loading.py."""
+    attention = Attention.SDPA if Attention.SDPA in read_model_shape(config).attentions else Attention.EAGER
+    plan = rank_plan(Path("nowhere"), model_config=config, attention=attention, precision=Precision.BF16)
+    plan = replace(plan, model_path=str(write_base(tmp_path, config)))
     meta_model, _ = build_meta_model(plan)
-    load_onto(CPU, meta_model)
+    load_onto(torch.device("cpu"), meta_model)
     models = (meta_model.model, build_model(plan))
     found, whole = (dict(each.named_parameters()) | dict(each.named_buffers()) for each in models)
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
         assert (found[name].dtype, found[name].requires_grad) == (tensor.dtype, tensor.requires_grad), name
         assert torch.equal(found[name], tensor), name
-
-
-@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
-def test_weights_that_are_read_have_the_bits_of_a_whole_build(config, tmp_path):
-    assert_same_start(plan_of(config, write_base(tmp_path, config), precision=Precision.BF16))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"precision": Precision.BF16_MIXED},
-        {"precision": Precision.BF16_MIXED, "method": Method.LORA},
-        {"precision": Precision.FP32, "method": Method.LORA, "train": DORA},
-    ],
-    ids=["full", "lora", "dora"],
-)
-@pytest.mark.parametrize("is_read", [True, False], ids=["read", "drawn"])
-def test_so_they_have_under_every_method(settings, is_read, tmp_path):
-    config = {**TINY["llama"], "tie_word_embeddings": True}
-    folder = write_base(tmp_path, config, torch.bfloat16) if is_read else None
-    assert_same_start(plan_of(config, folder, **settings))
 
 
 def test_w37_accelerate_confuses_parameters_without_elements():

@@ -63,9 +63,7 @@ def trained_logits(run_dir: Path, plan: Plan) -> torch.Tensor:
 
 
 def plain_logits(folder: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
+    return check.logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), IDS)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +73,7 @@ def plain_logits(folder: Path) -> torch.Tensor:
         ("gpt2", "dora", Method.LORA), ("gpt2", "dora", Method.QLORA),
     ],
 )  # fmt: skip
-def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_trained_on(
-    config, kind, method, bases, tmp_path
-):
+def test_merged_weights_give_the_logits_of_the_adapters_on_their_base(config, kind, method, bases, tmp_path):
     plan = run_of(bases(config), method, lora=ADAPTERS[kind], config=CONFIGS[config])
     run_dir = save_run(tmp_path / "run", plan)
     done = export(run_dir, tmp_path / "out", merge=True)
@@ -107,6 +103,8 @@ def test_lora_is_merged_into_the_weights_on_the_disk_though_it_was_trained_besid
 
 def test_qlora_is_merged_into_the_4_bit_weights_that_it_was_trained_beside(bases, tmp_path):
     """In another type than the base's; and into the original weights it gives other logits."""
+    from peft import PeftModel
+
     plan = run_of(bases("llama", torch.bfloat16), Method.QLORA, precision=Precision.BF16_MIXED)
     run_dir = save_run(tmp_path / "run", plan)
     export(run_dir, tmp_path / "out", merge=True, dtype=WeightType.FP32)
@@ -114,8 +112,6 @@ def test_qlora_is_merged_into_the_4_bit_weights_that_it_was_trained_beside(bases
     assert check.relative_difference(expected, plain_logits(tmp_path / "out")) < check.SAME
     export(run_dir, tmp_path / "adapters")
     original = AutoModelForCausalLM.from_pretrained(bases("llama", torch.bfloat16), dtype=torch.float32)
-    from peft import PeftModel
-
     elsewhere = PeftModel.from_pretrained(original, tmp_path / "adapters").merge_and_unload()
     assert check.relative_difference(expected, check.logits_of(elsewhere, IDS)) > 1e-2
 

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from chat_tokenizers import byte_level_folder
 from engine_plan_factory import TINY_LLAMA
 from export_factory import LORA, run_of, write_base
 from msgspec.structs import replace
-from optimizer_factory import tiny_llama
 from prepare_request_factory import numbered_text
+from programs import printed_by
 from rank_factory import rank_plan
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
@@ -38,7 +36,7 @@ from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.strategy import Method
 
 SAMPLES = [
-    "row 70 of 50",
+    "row 70",
     "don't\n\n  \tgo\r\n",
     "caf\u00e9 or cafe\u0301 \u65e5\u672c \U0001f600",
     "",
@@ -70,9 +68,7 @@ def test_an_exported_tokenizer_gives_the_ids_that_were_trained_with(model_type, 
     assert len(exported) == trained_with.vocab_size
 
 
-def test_a_model_type_whose_tokenizers_transformers_cuts_by_its_own_rules_is_an_incident(
-    tokenizer_folder, cache_dir, tmp_path
-):
+def test_a_model_type_with_rules_of_its_own_for_tokenizers_is_an_incident(tokenizer_folder, cache_dir, tmp_path):
     incident = write_folder("qwen2", tmp_path / "out", tokenizer_folder)
     assert incident is not None and "Qwen2Tokenizer" in incident
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -136,14 +132,25 @@ def test_peft_loads_the_exported_adapters_and_answers_as_the_trained_model(kind,
     torch.testing.assert_close(logits(loaded), logits(ours), rtol=0, atol=1e-6)
 
 
+WEIGHTS = {f"model.layers.0.mlp.up_proj.lora_{each}.default.weight": torch.zeros(2, 2) for each in "AB"}
+
+
+def test_adapters_to_be_uploaded_name_the_base_without_its_folder(tmp_path):
+    folder = tmp_path / "private" / "base"
+    plan = rank_plan(Path("nowhere"), method=Method.LORA, train={"lora": ADAPTERS["dora"]})
+    for hides_paths, name in ((False, str(folder)), (True, "base")):
+        out = tmp_path / name.replace("/", "-")
+        export_folder.save_adapters(WEIGHTS, replace(plan, model_path=str(folder)), out, hides_paths=hides_paths)
+        assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+
+
 def test_adapters_come_with_their_tokenizer_and_with_the_name_and_revision_of_the_base(tokenizer_folder, tmp_path):
     """Of a base from the hub, which is recorded without a path."""
     cached = "/home/somebody/.cache/models--org--name/snapshots/abc"
     plan = rank_plan(Path("nowhere"), method=Method.LORA, train={"lora": ADAPTERS["dora"]})
     job = replace(plan.job, model=ModelJob(name="org/name", revision="abc"))
     plan = replace(plan, job=job, model_path=cached, tokenizer_path=str(tokenizer_folder))
-    weights = {f"model.layers.0.mlp.up_proj.lora_{each}.default.weight": torch.zeros(2, 2) for each in "AB"}
-    assert export_folder.write_adapter_folder(weights, plan, tmp_path / "out") is None
+    assert export_folder.write_adapter_folder(WEIGHTS, plan, tmp_path / "out") is None
     text = (tmp_path / "out" / "adapter_config.json").read_text()
     config = json.loads(text)
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/name", "abc")
@@ -154,17 +161,6 @@ def test_adapters_come_with_their_tokenizer_and_with_the_name_and_revision_of_th
     }
     exported, trained_with = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tokenizer_folder)
     assert exported(SAMPLES)["input_ids"] == trained_with.encode(SAMPLES)
-
-
-def test_adapters_to_be_uploaded_name_the_base_without_its_folder(tmp_path):
-    folder = tmp_path / "private" / "base"
-    plan = rank_plan(Path("nowhere"), method=Method.LORA, train={"lora": ADAPTERS["dora"]})
-    weights = {f"model.layers.0.mlp.up_proj.lora_{each}.default.weight": torch.zeros(2, 2) for each in "AB"}
-    for hides_paths, name in ((False, str(folder)), (True, "base")):
-        out = tmp_path / name.replace("/", "-")
-        export_folder.save_adapters(weights, replace(plan, model_path=str(folder)), out, hides_paths=hides_paths)
-        config = json.loads((out / "adapter_config.json").read_text())
-        assert config["base_model_name_or_path"] == name
 
 
 @pytest.fixture(scope="module")
@@ -302,15 +298,14 @@ OURS = "from shardwise.trainer.runtime.export.folder import save_model; save_mod
     ("saving", "loads"), [("model.save_pretrained(sys.argv[1])", True), (OURS, False)], ids=["transformers", "ours"]
 )
 def test_w58_transformers_loads_deepspeed_to_save_a_model_and_we_do_not(saving, loads, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", f"{MODEL}{saving}\n{LOADED}", str(tmp_path / "out")],
-        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == f"loaded: {loads}"
+    printed = printed_by("-c", f"{MODEL}{saving}\n{LOADED}", tmp_path / "out", cwd=Path(__file__).parents[3])
+    assert printed.splitlines()[-1] == f"loaded: {loads}"
 
 
-def test_the_files_are_those_of_transformers(tmp_path):
-    model = tiny_llama()
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
+def test_the_files_are_those_of_transformers(model_type, tmp_path):
+    """Experts have the names and shapes under which transformers publishes them."""
+    model = model_of(model_type)
     save_model(model, tmp_path / "ours")
     model.config.use_cache = True
     model.save_pretrained(tmp_path / "theirs")
@@ -318,20 +313,9 @@ def test_the_files_are_those_of_transformers(tmp_path):
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
     ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == theirs.keys() and not any(".experts.gate_up_proj.weight" in name for name in ours)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
-def test_experts_have_the_names_and_shapes_under_which_transformers_publishes_them(model_type, tmp_path):
-    model = model_of(model_type)
-    save_model(model, tmp_path / "ours")
-    model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
-    assert {name: each.shape for name, each in ours.items()} == {name: each.shape for name, each in theirs.items()}
-    assert any(".experts." in name for name in ours) and not any(
-        ".experts.gate_up_proj.weight" in name for name in ours
-    )
+    assert any(".experts." in name for name in ours) is (model_type != "llama")
 
 
 def test_an_export_that_fails_leaves_the_older_one_as_it_was(tmp_path):
@@ -341,8 +325,7 @@ def test_an_export_that_fails_leaves_the_older_one_as_it_was(tmp_path):
     with pytest.raises(EnvironmentFaultError, match="cannot be written"), staged(older) as folder:
         (folder / "config.json").write_text("newer")
         raise OSError("the disk is full")
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
-    assert (older / "config.json").read_text() == "older"
+    assert [path.read_text() for path in tmp_path.glob("**/*.json")] == ["older"]
 
 
 @pytest.mark.parametrize("name", ["export", ".export.partial"])

@@ -51,9 +51,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_setting_holds_from_the_next_step_on(
-    name: str, plan: Plan, stopped: Path, unchanged: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_a_changed_setting_holds_from_the_next_step_on(name, plan, stopped, unchanged, tmp_path):
     schedule, train = CHANGES[name]
     job = replace(plan.job, train=replace(plan.job.train, **train))
     changed = replace(plan, schedule=replace(plan.schedule, **schedule), job=job)

@@ -11,7 +11,7 @@ from attempt_runs import losses_of, metrics_of, run_attempt, session_of
 from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
 from optimizer_factory import tiny_llama
-from pair_factory import NUM_EVAL_PAIRS, pair_plan, write_pairs
+from pair_factory import NUM_EVAL_PAIRS, pair_plan, plain_logps, write_pairs
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +39,6 @@ from shardwise.trainer.spec.strategy import LossHead, Method
 
 CPU = torch.device("cpu")
 LORA = LoraJob(rank=4, alpha=8.0)
-DORA = LoraJob(rank=4, alpha=8.0, dora=True, dropout=0.3)
 CONSTANT = {"schedule": LrSchedule.CONSTANT}
 
 
@@ -49,7 +48,6 @@ def cache_dir(tmp_path_factory) -> Path:
 
 
 def run(run_dir: Path, plan: Plan, *, number: int = 1, wants_stop: bool = False) -> RunState:
-    """Runs an attempt in this process; its ending is checked to be a finish, or a stop where one was wanted."""
     ending, state = run_attempt(run_dir, plan, number=number, wants_stop=lambda _: wants_stop)
     assert ending is (Ending.STOPPED if wants_stop else Ending.FINISHED)
     return state
@@ -70,17 +68,12 @@ def held_out(cache_dir: Path) -> MicroBatch:
 
 
 def logps_of_base(plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
-    """Log-probabilities of rows under the base model of the plan, from transformers' logits."""
-    base = replace(plan, candidates=(replace(plan.chosen, method=Method.FULL),))
-    model = build_model(base).eval()
-    with torch.no_grad():
-        shares = model(input_ids=micro_batch.input_ids).logits[:, :-1].log_softmax(-1)
-    labels = micro_batch.labels[:, 1:]
-    picked = shares.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return (picked * (labels != IGNORED_LABEL)).double().sum(1)
+    return plain_logps(
+        build_model(replace(plan, candidates=(replace(plan.chosen, method=Method.FULL),))).eval(), micro_batch
+    )
 
 
-@pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
+@pytest.mark.parametrize("lora", [LORA, replace(LORA, dora=True, dropout=0.3)], ids=["lora", "dora"])
 def test_the_reference_of_adapters_is_the_model_without_them(tmp_path, cache_dir, lora):
     plan = pair_plan(cache_dir, method=Method.LORA, train={"lora": lora, "neftune_alpha": 5.0}, micro_batch=8)
     session = session_of(tmp_path, plan)
@@ -104,18 +97,16 @@ def test_a_run_prefers_the_chosen_answers_and_reports_it(tmp_path, cache_dir, me
     settings: dict[str, Any] = {"micro_batch": 8, "num_steps": 20, "eval_every_steps": 10, "lr": 5e-3}
     plan = pair_plan(cache_dir, method=method, train={"lora": LORA}, **settings)
     state = run(tmp_path, plan)
-    lines = metrics_of(tmp_path)
-    assert lines[0]["loss"] == pytest.approx(0.6931472, abs=1e-6), "the model is its own reference"
-    assert lines[0]["reward_margin"] == pytest.approx(0.0, abs=1e-6)
-    assert lines[-1]["loss"] < 0.6 and lines[-1]["reward_margin"] > 0.2 and lines[-1]["reward_accuracy"] >= 0.75
-    assert lines[-1]["reward_margin"] == pytest.approx(
-        lines[-1]["reward_chosen"] - lines[-1]["reward_rejected"], abs=1e-9
-    )
-    assert lines[-1]["tokens"] > 20 * 8 * 2 * 3, "tokens of both answers are counted, not pairs"
+    first, *_, line = lines = metrics_of(tmp_path)
+    assert first["loss"] == pytest.approx(0.6931472, abs=1e-6), "the model is its own reference"
+    assert first["reward_margin"] == pytest.approx(0.0, abs=1e-6)
+    assert line["loss"] < 0.6 and line["reward_margin"] > 0.2 and line["reward_accuracy"] >= 0.75
+    assert line["reward_margin"] == pytest.approx(line["reward_chosen"] - line["reward_rejected"], abs=1e-9)
+    assert line["tokens"] > 20 * 8 * 2 * 3, "tokens of both answers are counted, not pairs"
     last = state.evaluations[-1]
-    assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [each.loss for each in state.evaluations]
-    assert lines[-1]["eval_reward_margin"] == last.reward_margin and last.accuracy is None
-    assert lines[-1]["eval_reward_accuracy"] == last.reward_accuracy
+    assert [each["eval_loss"] for each in lines if "eval_loss" in each] == [each.loss for each in state.evaluations]
+    assert (line["eval_reward_margin"], last.accuracy) == (last.reward_margin, None)
+    assert line["eval_reward_accuracy"] == last.reward_accuracy
     assert codec.decode(codec.encode(last), type(last), origin="here") == last
     assert (tmp_path / "reference.safetensors").exists() is (method is Method.FULL)
 
@@ -231,7 +222,6 @@ def figures_of(terms: Terms) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def trl_trainer(tmp_path_factory):
-    """TRL's trainer of the same models; its own data is never used."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -326,5 +316,5 @@ def test_another_attempt_from_the_start_reads_the_reference_of_the_first_and_a_t
     path.write_bytes(b"foreign")
     run(tmp_path, plan, number=3)
     assert path.stat().st_size > 100, "run anew"
-    first, second, third = (losses_of(tmp_path)[start : start + 2] for start in (0, 2, 4))
-    assert first == second == third
+    losses = losses_of(tmp_path)
+    assert losses == losses[:2] * 3

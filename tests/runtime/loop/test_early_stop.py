@@ -8,7 +8,7 @@ import torch
 from attempt_runs import losses_of, reset_accelerate, run_attempt
 from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
-from rank_factory import NUM_EVAL_ROWS, rank_plan, write_packed_rows, write_rows
+from rank_factory import NUM_EVAL_ROWS, rank_plan, write_packed_rows
 from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.data.batches import eval_micro_batches
@@ -27,17 +27,14 @@ PATIENCE = 3
 NAN = float("nan")
 
 
-def stopping(plan: Plan, *, patience: int | None = PATIENCE, best: str | None = "eval_loss", keep: int = 1) -> Plan:
-    job = replace(plan.job, eval=EvalJob(early_stop=patience), checkpoint=CheckpointJob(best=best, keep=keep))
-    return replace(plan, job=job)
-
-
-def diverging(cache_dir: Path, *, num_steps: int = 40) -> Plan:
-    """A rate of which the first steps of its warmup gain something, and the later ones undo it."""
-    return rank_plan(cache_dir, num_steps=num_steps, eval_every_steps=1, lr=0.15, micro_batch=8, accumulation=1)
-
-
-def run(run_dir: Path, plan: Plan, *, number: int = 1, num_steps: int | None = None) -> tuple[Ending, RunState]:
+def run(
+    run_dir: Path, cache_dir: Path, *, number: int = 1, num_steps: int | None = None, last: int = 40,
+    patience: int | None = PATIENCE, best: str | None = "eval_loss",
+) -> tuple[Ending, RunState]:  # fmt: skip
+    """At a rate of which the first steps of its warmup gain something, and the later ones undo it."""
+    plan = rank_plan(cache_dir, num_steps=last, eval_every_steps=1, lr=0.15, micro_batch=8, accumulation=1)
+    job = replace(plan.job, eval=EvalJob(early_stop=patience), checkpoint=CheckpointJob(best=best, keep=1))
+    plan = replace(plan, job=job, resume=number > 1)
     return run_attempt(run_dir, plan, number=number, wants_stop=lambda state: state.step == num_steps)
 
 
@@ -66,7 +63,7 @@ def test_only_a_lower_loss_is_a_gain(losses, count):
 @pytest.fixture(scope="module")
 def stalled(tmp_path_factory, cache_dir) -> tuple[Path, RunState]:
     run_dir = tmp_path_factory.mktemp("stalled")
-    ending, state = run(run_dir, stopping(diverging(cache_dir)))
+    ending, state = run(run_dir, cache_dir)
     assert ending is Ending.FINISHED
     return run_dir, state
 
@@ -85,45 +82,42 @@ def test_the_export_is_of_the_best_step_and_its_checkpoint_stays(stalled, tmp_pa
     retained = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
     assert retained == [f"step-{step:08d}" for step in (state.best_step, state.step)], "the best, and the newest of one"
     assert state.checkpoint == f"checkpoints/step-{state.step:08d}"
-    _, best = run(tmp_path, diverging(cache_dir, num_steps=40), num_steps=state.best_step)
+    _, best = run(tmp_path, cache_dir, num_steps=state.best_step, patience=None)
     assert best.step == state.best_step and not (tmp_path / "export").exists()
-    onward = replace(diverging(cache_dir, num_steps=state.best_step), resume=True)
-    run(tmp_path, onward, number=2)
+    run(tmp_path, cache_dir, number=2, last=state.best_step, patience=None)
     assert is_same_export(tmp_path, run_dir)
 
 
 def test_a_resumed_run_goes_on_counting(stalled, tmp_path, cache_dir):
     whole_dir, whole = stalled
-    ending, state = run(tmp_path, stopping(diverging(cache_dir)), num_steps=whole.step - 1)
+    ending, state = run(tmp_path, cache_dir, num_steps=whole.step - 1)
     assert ending is Ending.STOPPED and evaluations_without_gain(state.evaluations) == PATIENCE - 1
-    ending, resumed = run(tmp_path, replace(stopping(diverging(cache_dir)), resume=True), number=2)
+    ending, resumed = run(tmp_path, cache_dir, number=2)
     assert ending is Ending.FINISHED and resumed.step == whole.step
     assert [done.loss for done in resumed.evaluations] == [done.loss for done in whole.evaluations]
     assert resumed.tokens_seen == whole.tokens_seen
     assert is_same_export(tmp_path, whole_dir)
-    ending, again = run(tmp_path, replace(stopping(diverging(cache_dir)), resume=True), number=3)
+    ending, again = run(tmp_path, cache_dir, number=3)
     assert (ending, again.step, again.resumed_from_step) == (Ending.FINISHED, whole.step, whole.step)
 
 
 def test_the_best_is_kept_for_an_early_stop_also_where_the_job_keeps_no_best(tmp_path, cache_dir, stalled):
-    _, state = run(tmp_path, stopping(diverging(cache_dir), best=None))
+    _, state = run(tmp_path, cache_dir, best=None)
     assert is_same_export(tmp_path, stalled[0])
     assert f"export is of step {state.best_step}," in state.incidents[-1]
 
 
-def test_where_no_checkpoint_can_be_saved_the_best_is_exported_as_it_comes_and_the_run_fails(
-    tmp_path, cache_dir, stalled
-):
+def test_where_no_checkpoint_can_be_saved_the_best_is_exported_and_the_run_fails(tmp_path, cache_dir, stalled):
     """A file stands where the folder of the checkpoints would be."""
-    plan, stopped, best_step = diverging(cache_dir), tmp_path / "stopped", stalled[1].best_step
+    stopped, best_step = tmp_path / "stopped", stalled[1].best_step
     stopped.mkdir()
     (stopped / "checkpoints").write_text("in the way")
     with pytest.raises(EnvironmentFaultError, match="no checkpoint at the end"):
-        run(stopped, stopping(plan))
+        run(stopped, cache_dir)
     assert (stopped / "checkpoints").is_file() and len(losses_of(stopped)) == stalled[1].step < 40
-    run(tmp_path / "short", replace(plan, schedule=replace(plan.schedule, num_steps=best_step)))
+    run(tmp_path / "short", cache_dir, last=best_step, patience=None)
     assert losses_of(stopped)[:best_step] == losses_of(tmp_path / "short")
-    start = build_model(plan).state_dict()
+    start = build_model(rank_plan(cache_dir)).state_dict()
     assert is_same_export(stopped, tmp_path / "short")
     assert not any(torch.equal(start[name], value) for name, value in exported(stopped).items())
 
@@ -132,19 +126,8 @@ LIKELY = {**TINY_LLAMA, "tie_word_embeddings": True, "initializer_range": 0.2}  
 
 
 @pytest.fixture(scope="module")
-def caches(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("data")
-    return {"rows": write_rows(folder / "rows"), "packed": write_packed_rows(folder / "packed")}
-
-
-def scored(plan: Plan) -> Evaluation:
-    reset_accelerate()
-    accelerator = build_accelerator(plan, ds_config=None)
-    model = build_model(plan)
-    rows = TokenRows.open(Path(plan.data.cache_dir), "eval")
-    found = evaluate(accelerator, model, rows, plan, step=3)
-    assert model.training, "as it was before"
-    return found
+def caches(tmp_path_factory, cache_dir) -> dict[str, Path]:
+    return {"rows": cache_dir, "packed": write_packed_rows(tmp_path_factory.mktemp("data") / "packed")}
 
 
 def by_hand(plan: Plan) -> tuple[float, int, int]:
@@ -168,7 +151,10 @@ def by_hand(plan: Plan) -> tuple[float, int, int]:
 def test_loss_perplexity_and_accuracy_are_exact(caches, cache, micro_batch, head):
     plan = rank_plan(caches[cache], loss=head, micro_batch=micro_batch, model_config=LIKELY)
     loss, num_right, num_targets = by_hand(plan)
-    found = scored(plan)
+    reset_accelerate()
+    accelerator, model = build_accelerator(plan, ds_config=None), build_model(plan)
+    found = evaluate(accelerator, model, TokenRows.open(caches[cache], "eval"), plan, step=3)
+    assert model.training, "as it was before"
     assert found.num_tokens == num_targets > NUM_EVAL_ROWS
     assert found.loss == pytest.approx(loss / num_targets, abs=1e-6)
     assert found.perplexity == pytest.approx(math.exp(loss / num_targets), rel=1e-6)

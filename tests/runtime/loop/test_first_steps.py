@@ -1,5 +1,6 @@
 """A run whose rows, loss or update are not the plan's is named before step 5; a run in order has no line."""
 
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,24 +34,20 @@ NAMED = ("labels not shifted", "layer frozen", "matrix without gradient", "no up
 
 
 class Outcome(NamedTuple):
-    """What a run found, and where it ended."""
-
     state: RunState
     error: EnvironmentFaultError | None
 
 
 def outcome_of(run_dir: Path, plan: Plan) -> Outcome:
-    state = RunState()
+    state, error = RunState(), None
     try:
         run_attempt(run_dir, plan, state=state)
-    except EnvironmentFaultError as error:
-        return Outcome(state, error)
-    return Outcome(state, None)
+    except EnvironmentFaultError as raised:
+        error = raised
+    return Outcome(state, error)
 
 
-def plan_of(cache_dir: Path, **changes: Any) -> Plan:
-    settings = {"num_steps": NUM_STEPS + 1, "micro_batch": 4, "accumulation": 2}
-    return rank_plan(cache_dir, **(settings | changes))
+plan_of = partial(rank_plan, num_steps=NUM_STEPS + 1, micro_batch=4, accumulation=2)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -69,7 +66,7 @@ def test_a_silent_fault_is_named_before_step_5(name, tmp_path, cache_dir):
 
 
 EXPERTS = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-OF_MIXTURE = {"model_config": EXPERTS, "sequences_per_step": 16, "micro_batch": 8}
+OF_MIXTURE: dict[str, Any] = {"model_config": EXPERTS, "sequences_per_step": 16, "micro_batch": 8}
 
 
 def mixture_plan(cache_dir: Path, **changes: Any) -> Plan:
@@ -130,12 +127,9 @@ def test_the_predicted_peak_holds_with_the_checks_and_nothing_stays(tmp_path, ca
     assert not any(map(len, (value for value in vars(checks).values() if isinstance(value, list | set | frozenset))))
 
 
-AFTER_A_RESUME = ("rows of another seed", "moments forgotten")
-
-
 @pytest.mark.long
 @pytest.mark.products
-@pytest.mark.parametrize("name", AFTER_A_RESUME)
+@pytest.mark.parametrize("name", ["rows of another seed", "moments forgotten"])
 def test_a_resume_that_goes_on_with_something_else_is_named_at_its_first_step(name, tmp_path, cache_dir):
     plan = plan_of(cache_dir, num_steps=6)
     run_attempt(tmp_path / "run", plan, wants_stop=lambda state: state.step == 1)
@@ -154,7 +148,7 @@ def test_one_setting_switches_the_checks_off(tmp_path, cache_dir):
 @pytest.mark.products
 def test_a_run_in_order_has_no_line_and_the_bits_of_one_without_the_checks(tmp_path, cache_dir):
     for name, is_on in (("with", True), ("without", False)):
-        settings = {"num_steps": 4, "train": {"check_first_steps": is_on}, "optimizer": Optimizer.LION}
+        settings: dict[str, Any] = {"num_steps": 4, "train": {"check_first_steps": is_on}, "optimizer": Optimizer.LION}
         found = outcome_of(tmp_path / name, plan_of(cache_dir, **settings))
         assert not found.state.incidents
     weights = [(tmp_path / name / "export" / "model.safetensors").read_bytes() for name in ("with", "without")]
@@ -201,7 +195,7 @@ def test_a_hundred_good_jobs_have_no_line(rows, tmp_path, cache_dir, record_prop
     alarms = {}
     for number, settings in enumerate(GOOD_JOBS):
         in_backward = settings.get("optimizer") in (Optimizer.LOMO, Optimizer.ADALOMO)
-        batch = {"micro_batch": 8, "accumulation": 1} if in_backward else {}
+        batch: dict[str, Any] = {"micro_batch": 8, "accumulation": 1} if in_backward else {}
         found = outcome_of(tmp_path / str(number), plan_of(cache_dir, **batch, **settings))
         if found.state.incidents or found.error is not None:
             alarms[str(settings)] = (found.state.incidents, found.error)

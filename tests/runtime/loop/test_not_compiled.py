@@ -8,7 +8,7 @@ import pytest
 from attempt_runs import run_attempt
 from msgspec.structs import replace
 from planning_factory import machine, plan_of
-from rank_factory import rank_plan, write_rows
+from rank_factory import rank_plan
 from report_factory import calibration_of, make_report
 from torch import nn
 
@@ -20,9 +20,8 @@ from shardwise.trainer.spec.strategy import LossHead
 NOW = datetime(2030, 1, 2, tzinfo=UTC)
 
 
-def eager_run(tmp_path: Path) -> Verified:
-    """The verification of a run whose planner chose compilation."""
-    plan = rank_plan(write_rows(tmp_path / "rows"), num_steps=3)
+def eager_run(tmp_path: Path, cache_dir: Path) -> Verified:
+    plan = rank_plan(cache_dir, num_steps=3)
     plan = replace(plan, candidates=(replace(plan.chosen, compile=True),))
     _, state = run_attempt(tmp_path / "run", plan)
     assert sum("not compiled" in text for text in state.log.texts) == 1
@@ -30,25 +29,23 @@ def eager_run(tmp_path: Path) -> Verified:
     return state.verified
 
 
-def test_a_failed_compilation_is_in_the_report_of_its_run(tmp_path, monkeypatch):
+def test_a_failed_compilation_is_in_the_report_of_its_run(tmp_path, cache_dir, monkeypatch):
+    """A variable that disables the compiler is no failure."""
     from torch._dynamo.exc import Unsupported
 
     def fail(*_: Any, **__: Any) -> None:
         raise Unsupported("data-dependent branch", "data_dependent")
 
     monkeypatch.setattr(nn.Module, "compile", lambda module, **_: setattr(module, "_compiled_call_impl", fail))
-    assert "data-dependent branch" in (eager_run(tmp_path).not_compiled or "")
-
-
-def test_a_variable_that_disables_the_compiler_is_no_failure(tmp_path, monkeypatch):
+    assert "data-dependent branch" in (eager_run(tmp_path / "failed", cache_dir).not_compiled or "")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert eager_run(tmp_path).not_compiled is None
+    assert eager_run(tmp_path / "disabled", cache_dir).not_compiled is None
 
 
-def test_a_loss_head_and_blocks_without_ligers_kernels_are_two_incidents(tmp_path, monkeypatch):
+def test_a_loss_head_and_blocks_without_ligers_kernels_are_two_incidents(tmp_path, cache_dir, monkeypatch):
     monkeypatch.setattr("shardwise.trainer.runtime.loss.liger_loss", lambda softcap: nn.Identity())  # Liger needs a GPU
     monkeypatch.setenv("CC", "no-compiler")
-    plan = rank_plan(write_rows(tmp_path / "rows"), num_steps=2, loss=LossHead.FUSED_LINEAR)
+    plan = rank_plan(cache_dir, num_steps=2, loss=LossHead.FUSED_LINEAR)
     plan = replace(plan, candidates=(replace(plan.chosen, fused_kernels=True),))
     _, state = run_attempt(tmp_path / "run", plan)
     facts = ("blocks run as plain torch", "the loss is computed in slices")
@@ -80,11 +77,7 @@ def test_later_plans_of_the_same_versions_are_eager_and_say_why(tmp_path):
     assert plan_with(failed, transformers="5.18.0").chosen.compile
     pinned = plan_with(failed, pin={"compile": True})
     assert pinned.chosen.compile
-    assert plan_with(failed, record_with(tmp_path, pinned, None)).chosen.compile, "it compiled since"
-
-
-def test_an_eager_run_of_a_compiled_plan_corrects_the_prediction_of_an_eager_step(tmp_path):
-    plan = plan_with()
-    compiled, failed = (record_with(tmp_path, plan, problem) for problem in (None, "Unsupported: a branch"))
-    assert compiled.predicted_step_s == pytest.approx(plan.chosen.speed.step_s)
-    assert failed.predicted_step_s > compiled.predicted_step_s
+    compiled = record_with(tmp_path, pinned, None)
+    assert plan_with(failed, compiled).chosen.compile, "it compiled since"
+    assert record_with(tmp_path, first, None).predicted_step_s == pytest.approx(first.chosen.speed.step_s)
+    assert failed.predicted_step_s > first.chosen.speed.step_s, "the prediction of an eager step"

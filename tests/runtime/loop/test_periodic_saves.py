@@ -11,7 +11,7 @@ import torch
 from attempt_runs import run_attempt, session_of
 from msgspec.structs import replace
 from rank_factory import rank_plan
-from small_disk import file_size_limit
+from small_disk import file_size_limit, flip_bit
 
 from shardwise.trainer.runtime.checkpoint import NonFiniteStateError, Ranks
 from shardwise.trainer.runtime.checkpoint.folders import open_checkpoint, steps_in
@@ -50,12 +50,9 @@ def test_a_run_that_saves_in_the_background_has_the_same_checkpoints(cache_dir, 
     assert digests(tmp_path / "background") == digests(tmp_path / "waiting")
 
 
-def test_a_save_that_fails_in_the_background_is_an_incident_and_the_older_one_stays(cache_dir, tmp_path):
-    session = session_of(tmp_path, plan_of(cache_dir))
-    session.state.step = 1
-    save_state(session, "step 1")
-    session.state.step = 2
-    save_state(session, "step 2", in_background=True)
+def test_a_save_that_fails_in_the_background_is_an_incident_and_the_older_one_stays(session, tmp_path):
+    save_at(session, 1)
+    save_at(session, 2, in_background=True)
     (staged,) = (tmp_path / "checkpoints").glob(".tmp-*")
     session.in_flight.save._written.result()
     staged.rename(tmp_path / "taken-away")
@@ -68,14 +65,10 @@ def test_a_save_that_fails_in_the_background_is_an_incident_and_the_older_one_st
 
 def test_a_disk_that_keeps_something_else_ends_the_run_after_one_step(cache_dir, tmp_path, monkeypatch):
     """A file system that changes a byte after the write."""
-    honest = save_state
 
     def save_and_damage(session, occasion, *, in_background=False):
-        honest(session, occasion, in_background=in_background)
-        shard = session.paths.run_dir / str(session.state.checkpoint) / "shard-00000.safetensors"
-        content = bytearray(shard.read_bytes())
-        content[-3] ^= 64
-        shard.write_bytes(content)
+        save_state(session, occasion, in_background=in_background)
+        flip_bit(session.paths.run_dir / str(session.state.checkpoint) / "shard-00000.safetensors", -3)
 
     monkeypatch.setattr(saving, "save_state", save_and_damage)
     state = RunState()
@@ -132,9 +125,9 @@ def session(cache_dir, tmp_path):
     return session_of(tmp_path, plan_of(cache_dir, keep=1))
 
 
-def save_at(session, step: int) -> None:
+def save_at(session, step: int, **settings: bool) -> None:
     session.state.step = step
-    save_state(session, f"step {step}")
+    save_state(session, f"step {step}", **settings)
 
 
 def test_a_checkpoint_counts_though_an_older_one_could_not_be_removed(session, monkeypatch):

@@ -1,8 +1,9 @@
 """Runs in which steps cannot be taken: what is skipped, when a run goes back, what it then learns from, how it ends."""
 
 import math
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,9 +39,9 @@ def cache_dir(tmp_path_factory) -> Path:
     return write_rows(tmp_path_factory.mktemp("data") / "rows", shortest=16, is_grouped=False)
 
 
-def plan_of(cache_dir: Path, **changes) -> Plan:
-    settings = {"num_steps": NUM_STEPS, "checkpoint_every_steps": 4, "micro_batch": 4, "accumulation": 2}
-    return rank_plan(cache_dir, loss=LossHead.EAGER, **(settings | changes))
+plan_of = partial(
+    rank_plan, loss=LossHead.EAGER, num_steps=NUM_STEPS, checkpoint_every_steps=4, micro_batch=4, accumulation=2
+)
 
 
 class Run(NamedTuple):
@@ -62,14 +63,10 @@ class Run(NamedTuple):
         return {step: line["loss"] for step, line in self.lines.items()}
 
 
-def run(
-    run_dir: Path, plan: Plan, *, number: int = 1, stop_after: float = math.inf, state: RunState | None = None
-) -> Run:
+def run(run_dir: Path, plan: Plan, *, number: int = 1, last: float = math.inf, state: RunState | None = None) -> Run:
     state, ending, error = state or RunState(), None, None
     try:
-        ending, _ = run_attempt(
-            run_dir, plan, number=number, state=state, wants_stop=lambda state: state.step >= stop_after
-        )
+        ending, _ = run_attempt(run_dir, plan, number=number, state=state, wants_stop=lambda at: at.step >= last)
     except EnvironmentFaultError as raised:
         error = raised
     return Run(run_dir, state, ending, error)
@@ -128,7 +125,7 @@ def test_after_several_in_a_row_the_run_goes_back_and_learns_from_later_rows(wen
 @pytest.mark.parametrize("stop_after", [9, 13])  # among the bad rows, after going back
 def test_a_resumed_run_repeats_it_bit_by_bit(stop_after, tmp_path, cache_dir, went_back):
     plan = spoil(plan_of(cache_dir), tmp_path, BAD_STEPS)
-    first = run(tmp_path / "run", plan, stop_after=stop_after)
+    first = run(tmp_path / "run", plan, last=stop_after)
     assert first.ending is Ending.STOPPED and first.state.step == stop_after
     second = run(tmp_path / "run", replace(plan, resume=True), number=2)
     assert second.ending is Ending.FINISHED
@@ -139,15 +136,12 @@ def test_a_resumed_run_repeats_it_bit_by_bit(stop_after, tmp_path, cache_dir, we
         assert "5 steps in a row" in second.state.incidents[-1], "three of them before the stop"
 
 
-def test_where_it_does_not_help_the_run_ends_and_keeps_its_checkpoints(tmp_path, cache_dir):
+def test_where_it_does_not_help_or_there_is_no_checkpoint_the_run_ends_and_keeps_what_there_is(tmp_path, cache_dir):
     found = run(tmp_path / "run", spoil(plan_of(cache_dir, num_steps=40), tmp_path, range(7, 40)))
     assert found.error.exit_code == ExitCode.ENVIRONMENT
     assert "going back to step 4 and past other rows did not help" in str(found.error)
     assert steps_in(found.run_dir / "checkpoints") == [4] and found.saved.step == 4
-
-
-def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path, cache_dir):
-    found = run(tmp_path / "run", spoil(plan_of(cache_dir), tmp_path, range(1, 12)))
+    found = run(tmp_path / "without", spoil(plan_of(cache_dir), tmp_path, range(1, 12)))
     assert "there is no checkpoint to go back to" in str(found.error)
     assert found.state.step == STEPS_UNTIL_ROLL_BACK
 
@@ -174,7 +168,7 @@ def test_a_run_does_not_go_back_for_ever(tmp_path, cache_dir):
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_spike_is_skipped_on_request_once_there_are_steps_to_compare_with(skips, tmp_path, cache_dir):
     first, second = LEAST_STEPS + 2, LEAST_STEPS + 4
-    settings = {"sequences_per_step": 4, "micro_batch": 4, "accumulation": 1}  # all within one epoch
+    settings: dict[str, Any] = {"sequences_per_step": 4, "micro_batch": 4, "accumulation": 1}  # all within one epoch
     train = {"skip_spikes": True} if skips else {}
     plan = plan_of(cache_dir, num_steps=LEAST_STEPS + 6, checkpoint_every_steps=None, train=train, **settings)
     found = run(tmp_path / "run", spoil(plan, tmp_path, [first, second], HUGE))
@@ -212,7 +206,7 @@ def test_the_loss_scale_and_the_scores_are_those_of_the_checkpoint_again(tmp_pat
 
     The losses of earlier steps are given, so that the run need not be that long.
     """
-    settings = {"num_steps": 12, "precision": Precision.FP16_MIXED, "train": {"skip_spikes": True}}
+    settings: dict[str, Any] = {"num_steps": 12, "precision": Precision.FP16_MIXED, "train": {"skip_spikes": True}}
     plan = plan_of(cache_dir, eval_every_steps=4, **settings)
     factors = {5: NAN} | dict.fromkeys(range(6, 6 + STEPS_UNTIL_ROLL_BACK), 2.0)
     earlier = SpikeRecord(losses=(math.log(TINY_LLAMA["vocab_size"]),) * LEAST_STEPS)

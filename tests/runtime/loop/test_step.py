@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -67,17 +68,16 @@ class Training:
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(1, 8), (3, 3)])
 def test_the_loss_does_not_depend_on_how_rows_fall_on_micro_batches(cache_dir, micro_batch, accumulation):
-    results, weights = [], []
-    for shape in ((8, 1), (micro_batch, accumulation)):
+    results = []
+    for shape in ((micro_batch, accumulation), (8, 1)):
         training = Training(rank_plan(cache_dir, micro_batch=shape[0], accumulation=shape[1]))
-        results.append(training.run(4))
-        weights.append(training.weights())
-    whole, parts = results
-    assert [result.loss for result in parts] == pytest.approx([result.loss for result in whole], abs=1e-6)
-    assert [result.grad_norm for result in parts] == pytest.approx([result.grad_norm for result in whole], abs=1e-5)
-    assert [result.num_targets for result in parts] == [result.num_targets for result in whole]
-    for theirs, ours in zip(*weights, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+        results.append((training.run(4), training.weights()))
+    (parts, found), (whole, expected) = results
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-6)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1e-5)
+        assert ours.num_targets == theirs.num_targets
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def test_the_seed_of_a_micro_batch_is_that_of_torchs_own_seeding_on_every_device_of_a_rank(monkeypatch):
@@ -92,7 +92,7 @@ def test_the_seed_of_a_micro_batch_is_that_of_torchs_own_seeding_on_every_device
     assert torch.equal(torch.rand(4), sampled)
 
 
-def losses_of_repeated_micro_batch(cache_dir: Path, steps: tuple[int, ...], *, dropout: float) -> list[list[float]]:
+def repeated_losses(cache_dir: Path, steps: tuple[int, ...], *, dropout: float) -> list[list[float]]:
     """For each step the losses of one micro batch that is run three times; the weights stay as they are."""
     config = {**TINY_LLAMA, "attention_dropout": dropout}
     training = Training(rank_plan(cache_dir, micro_batch=4, accumulation=3, model_config=config))
@@ -105,10 +105,10 @@ def losses_of_repeated_micro_batch(cache_dir: Path, steps: tuple[int, ...], *, d
 
 
 def test_masks_differ_between_micro_batches_and_steps_and_come_back_with_the_step(cache_dir):
-    first, second, again = losses_of_repeated_micro_batch(cache_dir, (1, 2, 1), dropout=0.5)
+    first, second, again = repeated_losses(cache_dir, (1, 2, 1), dropout=0.5)
     assert len({*first, *second}) == 6, "six masks"
     assert again == first
-    without = losses_of_repeated_micro_batch(cache_dir, (1, 2), dropout=0.0)
+    without = repeated_losses(cache_dir, (1, 2), dropout=0.0)
     assert len({loss for step in without for loss in step}) == 1, "nothing but the masks makes a difference"
 
 
@@ -140,12 +140,8 @@ def test_what_would_silently_be_something_else_is_refused(cache_dir, plan, fact)
         build_accelerator(rank_plan(cache_dir, **plan), ds_config=None)
 
 
-def fp32_plan(cache_dir: Path, **engine) -> Plan:
-    return rank_plan(cache_dir, **{"micro_batch": 4, "accumulation": 2, **engine})
-
-
-def fp16_plan(cache_dir: Path, **engine) -> Plan:
-    return fp32_plan(cache_dir, precision=Precision.FP16_MIXED, **engine)
+fp32_plan = partial(rank_plan, micro_batch=4, accumulation=2)
+fp16_plan = partial(fp32_plan, precision=Precision.FP16_MIXED)
 
 
 class Gradients:
@@ -211,9 +207,9 @@ def test_the_scale_goes_on_from_that_of_another_scaler(cache_dir):
     training.scaler = AmpScaler("cpu", init_scale=1024.0, growth_interval=3)
     training.run(2)
     assert (training.scaler.loss_scale, training.scaler.growth_tracker) == (1024.0, 2)
-    training.scaler = resumed = AmpScaler("cpu", init_scale=4.0, growth_interval=3)
-    resumed.restore(1024.0, 2)
-    assert (resumed.loss_scale, resumed.growth_tracker) == (1024.0, 2)
+    training.scaler = AmpScaler("cpu", init_scale=4.0, growth_interval=3)
+    training.scaler.restore(1024.0, 2)
+    assert (training.scaler.loss_scale, training.scaler.growth_tracker) == (1024.0, 2)
     assert [result.loss_scale for result in training.run(2)] == [1024.0, 2048.0]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import IDS, assert_same_gradients, backward, build_installed
+from block_models import Backward, assert_same_gradients, backward, build_installed
 from torch._inductor import config as inductor_config
 from torch._inductor.exc import InductorError
 from torch._inductor.utils import fresh_cache
@@ -38,8 +38,8 @@ def build(checkpointing: Checkpointing = Checkpointing.NONE, *, compiles: bool =
     return build_installed(checkpointing, compile=compiles, config=config, **settings)
 
 
-def build_eager():
-    return build(compiles=False)[0]
+def build_eager(checkpointing: Checkpointing = Checkpointing.NONE):
+    return build(checkpointing, compiles=False)[0]
 
 
 def counts(fact: str) -> list[int]:
@@ -47,8 +47,7 @@ def counts(fact: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", fact)]
 
 
-def check_same(model, expected, ids: torch.Tensor = IDS) -> None:
-    ours, theirs = backward(model, ids), backward(expected, ids)
+def check_same(ours: Backward, theirs: Backward) -> None:
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=TOLERANCE, atol=0)
     assert_same_gradients(ours, theirs, tolerance=TOLERANCE)
 
@@ -66,7 +65,7 @@ def only_traced(monkeypatch):
 @pytest.mark.usefixtures("only_traced")
 def test_compiled_and_recomputed_blocks_give_the_gradients_of_eager_ones():
     (model, installed), eager = build(Checkpointing.FULL), build_eager()
-    check_same(model, eager)
+    check_same(backward(model), backward(eager))
     facts = installed.activation_facts(model)
     assert counts(facts["compile"]) == [2, 2, 1, 0], "one compilation serves both blocks, without a break"
     assert counts(facts["checkpointing"]) == [2, 2]
@@ -94,19 +93,13 @@ def test_a_graph_break_is_counted_with_its_reason_and_earlier_ones_are_not():
 @pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.FULL}))
 def test_every_kind_of_recomputation_is_traced_with_its_block(checkpointing):
     model, installed = build(checkpointing)
-    check_same(model, build_eager())
+    check_same(backward(model), backward(build_eager()))
     graphs = 2 if checkpointing is Checkpointing.EVERY_N else 1
     assert counts(installed.activation_facts(model)["compile"]) == [2, 2, graphs, 0]
     models = (build(Checkpointing.FULL)[0], model, build()[0])
     kept_by_full, retained, kept_by_none = (backward(each).retained_bytes for each in models)
     if checkpointing is not Checkpointing.NONE:
         assert kept_by_full < retained < kept_by_none
-
-
-def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(EnvironmentFaultError, match=r"no-such-compiler.*install g\+\+"):
-        compile_blocks(build_eager())
 
 
 def test_blocks_that_fail_to_compile_run_eagerly_where_no_job_pins_compilation(tmp_path):
@@ -116,7 +109,7 @@ def test_blocks_that_fail_to_compile_run_eagerly_where_no_job_pins_compilation(t
     chosen, eager, pinned = (build_eager() for _ in range(3))
     with inductor_config.patch({"cpp.cxx": str(compiler)}), fresh_cache():
         compilation = compile_blocks(chosen, is_pinned=False)
-        check_same(chosen, eager)
+        check_same(backward(chosen), backward(eager))
         assert "No working C++ compiler" in (compilation.problem or "")
         assert str(compilation.problem) in compilation.facts(chosen)["compile"]
         compile_blocks(pinned)
@@ -148,7 +141,10 @@ def test_a_variable_that_disables_compilation_is_named(name, monkeypatch):
     assert name in (compile_blocks(build_eager(), is_pinned=False).problem or "")
 
 
-def test_on_a_gpu_triton_needs_a_c_compiler_too(monkeypatch):
+def test_without_a_compiler_it_is_refused_before_anything_runs_and_on_a_gpu_triton_needs_one_for_c(monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(EnvironmentFaultError, match=r"no-such-compiler.*install g\+\+"):
+        patch.setenv("CXX", "no-such-compiler")
+        compile_blocks(build_eager())
     triton = ModuleType("triton")
     triton.__spec__ = ModuleSpec("triton", None)
     monkeypatch.setitem(sys.modules, "triton", triton)
@@ -188,7 +184,7 @@ def own_rotation(monkeypatch):
 
 
 def test_fused_kernels_run_every_norm_mlp_and_rotation_of_a_model(own_rotation):
-    model, counted = build(Checkpointing.FULL, compiles=False)[0], Counted()
+    model, counted = build_eager(Checkpointing.FULL), Counted()
     fused = fuse_kernels(model, counted.kernels)
     counted.calls.clear()  # of the comparison with plain torch
     assert (fused.num_norms, fused.num_gates, fused.problem) == (5, 2, None)
@@ -196,32 +192,25 @@ def test_fused_kernels_run_every_norm_mlp_and_rotation_of_a_model(own_rotation):
     assert fused.run_in(model)
     ours = backward(model)
     assert counted.calls == {"norm": 9, "gate": 4, "rotate": 4}, "two blocks, each run again, and the last norm"
-    monkeypatched = modeling_llama.apply_rotary_pos_emb
-    modeling_llama.apply_rotary_pos_emb = monkeypatched.args[1]
-    theirs = backward(build_eager())
-    torch.testing.assert_close(ours.loss, theirs.loss, rtol=TOLERANCE, atol=0)
-    assert_same_gradients(ours, theirs, tolerance=TOLERANCE)
+    modeling_llama.apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb.args[1]
+    check_same(ours, backward(build_eager()))
     assert not fused.run_in(model), "the rotary embedding is transformers' again"
 
 
-def test_a_kernel_that_computes_something_else_is_not_used(own_rotation):
-    model = build(compiles=False)[0]
-    wrong = Counted().kernels._replace(gate=lambda gate, up: torch.nn.functional.gelu(gate) * up)
+def test_a_kernel_whose_gradient_alone_is_wrong_is_not_used(own_rotation):
+    """Nor is one that computes something else."""
+    model, kernels = build_eager(), Counted().kernels
+    wrong = kernels._replace(gate=lambda gate, up: torch.nn.functional.gelu(gate) * up)
+    twice = kernels._replace(gate=lambda gate, up: kernels.gate(gate, 2 * up - up.detach()))
     assert fuse_kernels(model, wrong, is_pinned=False).problem == (
         "pin.fused_kernels: SwiGLU differs from plain torch on this device; set pin.fused_kernels=false"
     )
     assert not any("forward" in vars(module) for module in model.modules() if "RMSNorm" in type(module).__name__)
-    with pytest.raises(EnvironmentFaultError, match="SwiGLU differs"):
-        fuse_kernels(model, wrong)
-
-
-def test_a_kernel_whose_gradient_alone_is_wrong_is_not_used(own_rotation):
-    kernels = Counted().kernels
-    twice = kernels._replace(gate=lambda gate, up: kernels.gate(gate, 2 * up - up.detach()))
-    with pytest.raises(EnvironmentFaultError, match="SwiGLU differs"):
-        fuse_kernels(build(compiles=False)[0], twice)
+    for other in (wrong, twice):
+        with pytest.raises(EnvironmentFaultError, match="SwiGLU differs"):
+            fuse_kernels(model, other)
 
 
 def test_without_a_gpu_fused_kernels_are_refused_with_what_installs_them():
     with pytest.raises(InputError, match=r"pin\.fused_kernels: .*need a GPU"):
-        fuse_kernels(build(compiles=False)[0])
+        fuse_kernels(build_eager())

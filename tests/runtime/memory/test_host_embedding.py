@@ -44,28 +44,24 @@ def test_gradients_are_those_of_a_table_on_the_device(settings):
     assert installed.activation_facts(model)["embedding table"] == "64 KiB in host RAM; lookups: 1"
 
 
-def test_a_table_in_host_ram_keeps_its_name_and_its_class():
+def test_no_move_and_no_cast_of_the_model_reaches_the_table_which_keeps_its_name_and_its_class():
     (ours, _), (theirs, _) = build(embedding_on_host=True), build()
     assert [*ours.state_dict()] == [*theirs.state_dict()]
     embedding = ours.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding) and type(embedding).__name__ == "EmbeddingOnHost"
     assert is_on_host(ours) and not is_on_host(theirs) and embedding_facts(theirs) == {}
-
-
-def test_no_move_and_no_cast_of_the_model_reaches_the_table():
-    model, _ = build(embedding_on_host=True)
-    model.to(torch.bfloat16)
-    model.to("meta")
-    kept = [name for name, each in model.named_parameters() if each.device.type == "cpu"]
-    assert kept == ["model.embed_tokens.weight"] and is_on_host(model)
-    assert model.get_input_embeddings().weight.dtype is torch.float32
-
-
-def test_a_table_that_left_host_ram_is_seen():
-    model, _ = build(embedding_on_host=True)
-    embedding = model.get_input_embeddings()
+    optimizer = torch.optim.SGD(each for each in ours.parameters() if each.requires_grad)
+    cpu, cuda = (held_bytes(ours, optimizer, torch.device(kind))[WEIGHTS] for kind in ("cpu", "cuda"))
+    assert cpu - cuda == TABLE_BYTES, "a GPU does not hold it"
+    ours.to(torch.bfloat16)
+    ours.to("meta")
+    kept = [name for name, each in ours.named_parameters() if each.device.type == "cpu"]
+    assert kept == ["model.embed_tokens.weight"] and is_on_host(ours)
+    assert embedding.weight.dtype is torch.float32
     embedding.weight = nn.Parameter(embedding.weight.to("meta"), requires_grad=False)
-    assert not is_on_host(model) and "no host RAM" in embedding_facts(model)["embedding table"]
+    assert not is_on_host(ours) and "no host RAM" in embedding_facts(ours)["embedding table"], (
+        "one that left it is seen"
+    )
 
 
 def test_what_the_device_computes_with_is_refused():
@@ -130,10 +126,3 @@ def test_ids_are_forgotten_when_the_model_has_run():
     assert lookups._sent is None
     with ids_on_host(build()[0], IDS, IDS):
         pass
-
-
-def test_a_gpu_does_not_hold_the_table():
-    model, _ = build(embedding_on_host=True)
-    optimizer = torch.optim.SGD(each for each in model.parameters() if each.requires_grad)
-    cpu, cuda = (held_bytes(model, optimizer, torch.device(kind))[WEIGHTS] for kind in ("cpu", "cuda"))
-    assert cpu - cuda == TABLE_BYTES

@@ -56,17 +56,14 @@ def test_every_architecture_recomputes_a_part_and_the_gradients_stay(name, check
     assert "3 of 3" in installed.activation_facts(model)["checkpointing"]
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "every_n", "expected"), [(4, 2, [0, 2]), (5, 2, [0, 2]), (6, 4, [0]), (3, 1, [0, 1, 2]), (3, 3, [0])]
-)
-def test_the_first_of_each_whole_group_is_recomputed(num_blocks, every_n, expected):
-    assert list(recomputation.recomputed_blocks(Checkpointing.EVERY_N, num_blocks, every_n)) == expected
-
-
-@pytest.mark.parametrize("every_n", [None, 0, 5])
-def test_more_blocks_than_there_are_is_refused_with_both_numbers(every_n):
-    with pytest.raises(InputError, match=rf"checkpointing_n is {every_n}\b.* 4 "):
-        recomputation.recomputed_blocks(Checkpointing.EVERY_N, 4, every_n)
+def test_the_first_of_each_whole_group_is_recomputed_and_more_blocks_than_there_are_is_refused():
+    for num_blocks, every_n, expected in (
+        (4, 2, [0, 2]), (5, 2, [0, 2]), (6, 4, [0]), (3, 1, [0, 1, 2]), (3, 3, [0]),
+    ):  # fmt: skip
+        assert list(recomputation.recomputed_blocks(Checkpointing.EVERY_N, num_blocks, every_n)) == expected
+    for every_n in (None, 0, 5):
+        with pytest.raises(InputError, match=rf"checkpointing_n is {every_n}\b.* 4 "):
+            recomputation.recomputed_blocks(Checkpointing.EVERY_N, 4, every_n)
 
 
 @pytest.mark.parametrize("checkpointing", RECOMPUTING)

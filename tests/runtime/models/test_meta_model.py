@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from architecture_factory import TINY, VARIANTS
 from attempt_runs import run_attempt
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import rank_plan, write_rows
 from safetensors.torch import load_file, save_file
+from small_disk import flip_bit
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    modeling_utils,
-)
 
 from shardwise.launch.inputs.model_check import is_usual
 from shardwise.launch.inputs.weight_files import check_weights
@@ -47,14 +41,13 @@ from shardwise.trainer.spec.strategy import Attention, Method
 ALL = {**TINY, **VARIANTS}
 
 
-def build_of(config: dict[str, object]) -> Callable[[], PreTrainedModel]:
+def build_of(config: dict[str, object]) -> Callable[[], transformers.PreTrainedModel]:
     is_fused = Attention.SDPA in read_model_shape(config).attentions
     attention = Attention.SDPA if is_fused else Attention.EAGER
     return partial(model_from_config, config, dtype=torch.float32, attention=attention)
 
 
-def whole_model(build: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, torch.Tensor]:
-    """The model, and where the generator stands after it."""
+def whole_model(build: Callable[[], transformers.PreTrainedModel]) -> tuple[transformers.PreTrainedModel, torch.Tensor]:
     torch.manual_seed(7)
     return build(), torch.get_rng_state()
 
@@ -85,11 +78,11 @@ def delivered_by(meta_model: MetaModel) -> dict[str, torch.Tensor]:
     return found
 
 
-class OwnConfig(PreTrainedConfig):
+class OwnConfig(transformers.PreTrainedConfig):
     model_type = "own"
 
 
-class Computed(PreTrainedModel):
+class Computed(transformers.PreTrainedModel):
     """A model with a value that only its constructor knows."""
 
     config_class = OwnConfig
@@ -112,7 +105,7 @@ class Dependent(Computed):
 
 @pytest.mark.parametrize("kind", [Computed, Dependent])
 def test_a_model_that_cannot_be_drawn_by_tensors_is_built_as_a_whole(kind):
-    def build() -> PreTrainedModel:
+    def build() -> transformers.PreTrainedModel:
         return kind(OwnConfig())
 
     assert plan_initialization(build) is None
@@ -128,10 +121,10 @@ LLAMA = TINY["llama"]
 CASES = [*((name, torch.bfloat16) for name in TINY), *((name, torch.float32) for name in ("llama", "gpt2", "mixtral"))]
 
 
-def write_folder(folder: Path, config: dict[str, Any], *, max_shard_size: int = 2**16) -> PreTrainedModel:
+def write_folder(folder: Path, config: dict[str, Any], *, max_shard_size: int = 2**16) -> transformers.PreTrainedModel:
     """New weights of a config in several files, with norms and biases that are not all ones and zeros."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     for weight in model.parameters():
         weight.data += 0.1 * torch.randn(weight.shape)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -140,18 +133,20 @@ def write_folder(folder: Path, config: dict[str, Any], *, max_shard_size: int = 
 
 def reader_of(folder: Path, dtype: torch.dtype = torch.float32) -> WeightReader:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(folder), dtype=dtype
+        )
     types = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
     return WeightReader(model, str(folder), types=types)
 
 
 def skeleton_of(folder: Path, dtype: torch.dtype = torch.float32) -> MetaModel:
-    config = AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
     return meta_model_from_folder(StoredModel(str(folder), config), dtype=dtype, attention="eager")
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +169,7 @@ def test_a_skeleton_its_tensors_and_any_of_their_rows_are_those_that_from_pretra
     ours, theirs = dict(meta_model.model.named_parameters()), dict(model.named_parameters())
     assert [(n, p.shape, p.dtype) for n, p in ours.items()] == [(n, p.shape, p.dtype) for n, p in theirs.items()]
     assert all(is_placeholder(parameter) and parameter.untyped_storage().nbytes() <= 4 for parameter in ours.values())
-    buffers = dict(model.named_buffers())
-    assert {name: None for name, _ in meta_model.model.named_buffers()} == dict.fromkeys(buffers)
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in meta_model.model.named_buffers())
+    torch.testing.assert_close(dict(meta_model.model.named_buffers()), dict(model.named_buffers()), rtol=0, atol=0)
     filled, tensors = delivered_by(meta_model), model.state_dict()
     assert filled.keys() == meta_model.wanted.keys() and tensors.keys() >= set(reader.names)
     for name, tensor in meta_model.wanted.items():
@@ -184,8 +177,8 @@ def test_a_skeleton_its_tensors_and_any_of_their_rows_are_those_that_from_pretra
     for name in reader.names:
         assert torch.equal(reader.read(name).to(tensors[name].dtype), tensors[name])
         num_rows = tensors[name].shape[0]
-        for start, stop in ((0, num_rows // 2), (num_rows // 2, num_rows), (1, 2)):
-            assert torch.equal(reader.read_rows(name, start, stop).to(tensors[name].dtype), tensors[name][start:stop])
+        for ends in ((0, num_rows // 2), (num_rows // 2, num_rows), (1, 2)):
+            assert torch.equal(reader.read_rows(name, *ends).to(tensors[name].dtype), tensors[name][slice(*ends)])
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe"])
@@ -205,9 +198,6 @@ def test_rows_of_stacked_experts_are_read_without_the_other_experts(model_type, 
     assert set(read) == {2}
 
 
-TIED = {**LLAMA, "tie_word_embeddings": True}
-
-
 def spoil(folder: Path, change) -> None:
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
@@ -215,23 +205,19 @@ def spoil(folder: Path, change) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("added", [0, 1])
-def test_a_head_that_is_in_the_file_is_tied_where_it_is_the_embedding(added, tmp_path):
-    write_folder(tmp_path, TIED, max_shard_size=2**30)
-    embedding = "model.embed_tokens.weight"
-    spoil(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding] + added}))
+def test_a_head_that_is_in_the_file_is_tied_where_it_is_the_embedding_also_where_it_stands_for_it(tmp_path):
+    write_folder(tmp_path, {**LLAMA, "tie_word_embeddings": True}, max_shard_size=2**30)
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    for added in (0, 1):
+        spoil(tmp_path, lambda tensors, added=added: tensors.update({head: tensors[embedding] + added}))
+        meta_model = skeleton_of(tmp_path)
+        for model in (meta_model.model, loaded(tmp_path)):
+            assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is not bool(added)
+        assert (head in meta_model.wanted) is bool(added)
+    spoil(tmp_path, lambda tensors: tensors.pop(embedding))
     meta_model = skeleton_of(tmp_path)
-    for model in (meta_model.model, loaded(tmp_path)):
-        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is not bool(added)
-    assert ("lm_head.weight" in meta_model.wanted) is bool(added)
-
-
-def test_an_embedding_that_is_only_there_as_the_head_is_read_from_it(tmp_path):
-    write_folder(tmp_path, TIED, max_shard_size=2**30)
-    spoil(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
-    meta_model = skeleton_of(tmp_path)
-    assert meta_model.wanted["lm_head.weight"] is meta_model.model.get_input_embeddings().weight
-    assert "model.embed_tokens.weight" not in meta_model.wanted
+    assert meta_model.wanted[head] is meta_model.model.get_input_embeddings().weight
+    assert embedding not in meta_model.wanted
 
 
 @pytest.mark.parametrize(
@@ -241,10 +227,14 @@ def test_an_embedding_that_is_only_there_as_the_head_is_read_from_it(tmp_path):
         (lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}), r"model\.norm.*\(63,\).*\(64,\)"),
     ],
 )
-def test_a_weight_that_is_missing_or_of_another_shape_is_named(change, fact, tmp_path):
+def test_a_weight_that_is_missing_or_of_another_shape_is_named_and_so_is_a_damaged_file(change, fact, tmp_path):
     write_folder(tmp_path, LLAMA, max_shard_size=2**30)
     spoil(tmp_path, change)
     with pytest.raises(InputError, match=fact):
+        skeleton_of(tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
         skeleton_of(tmp_path)
 
 
@@ -252,42 +242,46 @@ MODELS = TINY | {"llama, tied, wide heads": VARIANTS["llama, tied, wide heads"]}
 WEIGHTS = {"a": torch.arange(60.0).reshape(20, 3), "b": torch.full((5,), float("nan")), "c": torch.tensor(7)}
 
 
-def damage(path: Path, place: int = -10) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 0x40
-    path.write_bytes(content)
+def one_more(row: int) -> torch.Tensor:
+    return WEIGHTS["a"].index_add(0, torch.tensor([row]), torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_of_every_model_is_found_and_one_other_byte_is_seen(name, tmp_path):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**MODELS[name]))
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     check_model_written(tmp_path, model, model.state_dict())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 1
-    damage(files[-1])
+    flip_bit(files[-1], -10)
     with pytest.raises(EnvironmentFaultError, match=rf"{files[-1].name}: .* has other values"):
         check_model_written(tmp_path, model, model.state_dict())
 
 
 LIES: list[tuple[Callable[[Path], object], str]] = [
     (
-        lambda path: save_file({"b": WEIGHTS["b"], "c": WEIGHTS["c"]}, path),
+        lambda path: save_file({each: WEIGHTS[each] for each in "bc"}, path),
         "folder: .* 1 tensors are missing, the first a;",
     ),
     (lambda path: save_file(WEIGHTS | {"d": torch.zeros(1)}, path), "d is no weight of the model"),
     (lambda path: save_file(WEIGHTS | {"a": torch.zeros(3, 20)}, path), r"a has the shape \(3, 20\), it was \(20, 3\)"),
     (lambda path: save_file(WEIGHTS | {"a": WEIGHTS["a"].int()}, path), "a is torch.int32, it was torch.float32"),
     (lambda path: save_file(WEIGHTS | {"c": torch.tensor(8)}, path), "c has other values"),
+    *(
+        (lambda path, row=row: save_file(WEIGHTS | {"a": one_more(row)}, path), "a has other values")
+        for row in (0, 6, 19)
+    ),
     (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it cannot be read: "),
-    (lambda path: damage(path, 12), "it cannot be read: "),
+    (lambda path: flip_bit(path, 12), "it cannot be read: "),
     (lambda path: path.unlink(), "3 tensors are missing, the first a;"),
 ]
 
 
-@pytest.mark.parametrize(("lie", "words"), LIES, ids=[words[:24] for _, words in LIES])
-def test_what_the_disk_gives_back_is_told(lie, words, tmp_path):
+@pytest.mark.parametrize(("lie", "words"), LIES)
+def test_what_the_disk_gives_back_is_told(lie, words, tmp_path, monkeypatch):
+    """A tensor is read in slices to its end."""
+    monkeypatch.setattr(weight_files, "SLICE_BYTES", 7 * 3 * 4)  # 20 rows are three slices
     folder = tmp_path / "folder"
     folder.mkdir()
     save_file(WEIGHTS, folder / "model.safetensors")
@@ -304,47 +298,27 @@ def test_a_run_whose_disk_lies_fails_with_its_checkpoint_and_keeps_no_export(met
 
     def write_and_lose(tensors, filename, metadata=None):
         save_file(tensors, filename, metadata=metadata)
-        damage(Path(filename))
+        flip_bit(Path(filename), -10)
 
-    monkeypatch.setattr(modeling_utils, "safe_save_file", write_and_lose)
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", write_and_lose)
     monkeypatch.setattr(export_folder, "save_file", write_and_lose)
     plan = rank_plan(
         write_rows(tmp_path / "rows"), method=method, train={"lora": LoraJob(rank=4)}, model_config=TINY_LLAMA,
         num_steps=2, micro_batch=8, accumulation=1,
     )  # fmt: skip
-    state = RunState()
+    state, run_dir = RunState(), tmp_path / "run"
     with pytest.raises(EnvironmentFaultError, match=r"safetensors: what was written is not what the disk gives back"):
-        run_attempt(tmp_path / "run", plan, state=state)
+        run_attempt(run_dir, plan, state=state)
     assert (state.export, state.checkpoint) == (None, "checkpoints/step-00000002")
-    assert not [path for path in (tmp_path / "run").iterdir() if "export" in path.name]
-    retained = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert load_file(next(retained.glob("*.safetensors")))
+    assert not [path for path in run_dir.iterdir() if "export" in path.name]
+    assert load_file(next((run_dir / "checkpoints" / "step-00000002").glob("*.safetensors")))
 
 
 def test_weights_that_a_model_keeps_in_fp32_are_read_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["layernorm"])
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["layernorm"])
     write_folder(tmp_path, LLAMA)
     model = loaded(tmp_path, torch.bfloat16)
     skeleton = skeleton_of(tmp_path, torch.bfloat16).model
     types = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
     assert types == {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert set(types.values()) == {torch.float32, torch.bfloat16}
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    write_folder(tmp_path, LLAMA, max_shard_size=2**30)
-    (path,) = tmp_path.glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
-        skeleton_of(tmp_path)
-
-
-@pytest.mark.parametrize("row", [0, 6, 19])
-def test_a_tensor_is_read_in_slices_to_its_end(row, tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_files, "SLICE_BYTES", 7 * 3 * 4)  # 20 rows of it are three slices
-    save_file(WEIGHTS, tmp_path / "model.safetensors")
-    check_written(tmp_path, WEIGHTS)
-    other = WEIGHTS["a"].clone()
-    other[row, 1] += 1
-    with pytest.raises(EnvironmentFaultError, match="a has other values"):
-        check_written(tmp_path, WEIGHTS | {"a": other})

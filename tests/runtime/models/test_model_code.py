@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,15 @@ def plan_with(folder: Path, **engine: Any) -> Plan:
 
 
 def test_its_weights_give_the_logits_that_transformers_gives_and_each_file_runs_once(tmp_path, monkeypatch):
-    folder = write_custom_model(tmp_path / "tiny")
-    monkeypatch.setenv(MARKER, str(tmp_path / "marker"))
+    """No folder alone runs code that is beside its weights."""
+    folder, marker = write_custom_model(tmp_path / "tiny"), tmp_path / "marker"
+    monkeypatch.setenv(MARKER, str(marker))
+    with pytest.raises(ValueError, match="contains custom code"):
+        reloaded_logits(folder, IDS)
+    assert not marker.exists()
     model = build_model(plan_on(plan_with(folder), DeviceKind.CPU))
-    assert sorted(line.split()[1] for line in (tmp_path / "marker").read_text().splitlines()) == sorted(
-        ["configuration_tiny", "modeling_tiny", "tiny_layers"]
-    )
+    names = ["configuration_tiny", "modeling_tiny", "tiny_layers"]
+    assert sorted(line.split()[1] for line in marker.read_text().splitlines()) == names
     with as_its_user(code_of(folder)) as trusts:
         expected = reloaded_logits(folder, IDS, trust_remote_code=trusts)
     assert relative_difference(expected, logits_of(model, IDS)) == 0
@@ -65,14 +69,6 @@ def test_an_export_holds_the_code_and_loads_with_plain_transformers(tmp_path):
         found = reloaded_logits(tmp_path / "out", IDS, trust_remote_code=trusts)
     assert relative_difference(logits_of(model, IDS), found) < SAME
     assert 'from_pretrained("THIS_FOLDER", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_code_beside_weights_is_not_run_by_a_folder_alone(tmp_path, monkeypatch):
-    folder = write_custom_model(tmp_path / "tiny")
-    monkeypatch.setenv(MARKER, str(tmp_path / "marker"))
-    with pytest.raises(ValueError, match="contains custom code"):
-        reloaded_logits(folder, IDS)
-    assert not (tmp_path / "marker").exists()
 
 
 @pytest.mark.parametrize("origin", ["read", "drawn"])
@@ -128,12 +124,10 @@ def test_documents_of_a_packed_row_are_kept_apart_or_the_run_does_not_begin(keep
     model = build_model(plan)
     packed = replace(plan, data=replace(plan.data, is_packed=True))
     check_documents_apart(model, plan, CPU)
-    if keeps_apart:
+    refused = pytest.raises(InputError, match=r"does not keep packed documents apart: .*;\ngive data\.packing=false")
+    with nullcontext() if keeps_apart else refused:
         check_documents_apart(model, packed, CPU)
-        assert model.training
-        return
-    with pytest.raises(InputError, match=r"does not keep packed documents apart: .*;\ngive data\.packing=false"):
-        check_documents_apart(model, packed, CPU)
+    assert model.training
 
 
 def test_what_transformers_copies_goes_into_a_folder_of_its_own_that_goes(tmp_path, monkeypatch):

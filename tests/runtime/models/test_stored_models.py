@@ -67,7 +67,6 @@ def files_of(folder: Path, method: Method | None = None) -> Any:
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, packing: Packing | None = None) -> tuple[MetaModel, Any]:
-    """The model of a folder, not filled and filled."""
     method = None if packing is None else Method.QLORA
     stored = stored_model(str(folder), files_of(folder).config, method=method)
     stored.check()
@@ -88,10 +87,8 @@ def check_text_part(kind: str, folder: Path) -> None:
     _, model = loaded(folder / "whole")
     logits = logits_of(model)
     if kind in NEED_IMAGES:
-        held = {weight.numel(): weight for weight in whole.parameters()}
-        assert all(
-            torch.equal(held[weight.numel()].flatten(), weight.flatten()) for weight in [*model.parameters()][:1]
-        )
+        held, first = {weight.numel(): weight for weight in whole.parameters()}, next(model.parameters())
+        assert torch.equal(held[first.numel()].flatten(), first.flatten())
     else:
         scale = model.config.logit_scale if kind in UNSCALED else 1.0
         assert check.relative_difference(logits, logits_of(whole)[..., : logits.shape[-1]] * scale) < check.SAME
@@ -139,11 +136,8 @@ def test_a_text_part_is_read_from_a_flat_config_and_tied_as_the_outer_one_says()
     assert part["model_type"] == "qwen2" and part["rope_scaling"] == {"type": "default"} and part["tie_word_embeddings"]
     assert part["rms_norm_eps"] == 1e-5 and not {"vision_config", "image_token_id"} & part.keys()
     outer = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}}
-    assert [text_part(outer, has_head=each).get("tie_word_embeddings") for each in (True, False, None)] == [
-        False,
-        True,
-        None,
-    ]
+    ties = [text_part(outer, has_head=each).get("tie_word_embeddings") for each in (True, False, None)]
+    assert ties == [False, True, None]
     assert text_part({**outer, "tie_word_embeddings": False}, has_head=False)["tie_word_embeddings"] is False
 
 
@@ -151,13 +145,8 @@ def test_a_text_part_is_read_from_a_flat_config_and_tied_as_the_outer_one_says()
 def test_a_twin_has_the_defaults_of_the_part_that_it_stands_for(kind):
     ours = AutoConfig.for_model(**text_part({"model_type": "x", "text_config": {"model_type": kind}})).to_dict()
     sizes = {
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "layer_types",
-    }
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "layer_types",
+    }  # fmt: skip
     own = CONFIG_MAPPING[kind]().to_dict()
     differing = {name for name in own.keys() & ours.keys() - sizes if own[name] != ours[name]}
     assert differing <= {"model_type", "bos_token_id", "eos_token_id", "tie_word_embeddings"}
@@ -176,9 +165,7 @@ def test_fp8_and_mxfp4_are_decoded_to_the_values_that_they_stand_for_row_by_row_
     folder = save_new(tmp_path / "stored", config)
     decoded = convert(folder)
     plain = save_new(tmp_path / "plain", config)
-    save_file(
-        {each: value.contiguous() for each, value in decoded.items()}, plain / "model.safetensors", {"format": "pt"}
-    )
+    save_weights(plain, {each: value.contiguous() for each, value in decoded.items()})
     for dtype in (torch.bfloat16, torch.float32):
         meta_model, model = loaded(folder, dtype)
         held, expected = model.state_dict(), loaded(plain, dtype)[1].state_dict()
@@ -193,6 +180,10 @@ def test_fp8_and_mxfp4_are_decoded_to_the_values_that_they_stand_for_row_by_row_
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in config and "quantization_config" not in saved_config(tmp_path / "saved")
     assert {tensor.dtype for tensor in load_file(tmp_path / "saved" / "model.safetensors").values()} == {torch.float32}
+
+
+def save_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def rows_of(meta_model: MetaModel, name: str, start: int, stop: int) -> torch.Tensor:
@@ -255,20 +246,15 @@ def test_values_that_stand_for_others_without_scales_are_refused(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     folder = save_new(tmp_path / "whole numbers", LLAMA)
     tensors = load_file(folder / "model.safetensors")
-    tensors[name] = tensors[name].to(torch.int8)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_weights(folder, {**tensors, name: tensors[name].to(torch.int8)})
     with pytest.raises(InputError, match=rf"{name} is stored in int8 and no scales"):
         loaded(folder)
     for config in (LLAMA, FP8_EXPERTS):
         folder = save_new(tmp_path / config["model_type"], config)
         as_fp8(folder)
         tensors = load_file(folder / "model.safetensors")
-        lost = min(each for each in tensors if each.endswith("up_proj.weight_scale_inv"))
-        save_file(
-            {each: tensor for each, tensor in tensors.items() if each != lost},
-            folder / "model.safetensors",
-            {"format": "pt"},
-        )
+        del tensors[min(each for each in tensors if each.endswith("up_proj.weight_scale_inv"))]
+        save_weights(folder, tensors)
         with pytest.raises(InputError, match=r"is stored in float8_e4m3fn and no scales|count mismatch"):
             loaded(folder)
 
@@ -276,8 +262,7 @@ def test_values_that_stand_for_others_without_scales_are_refused(tmp_path):
 def test_two_tensors_of_one_place_are_refused(tmp_path):
     folder = save_new(tmp_path / "stored", LLAMA)
     tensors = load_file(folder / "model.safetensors")
-    twice = {**tensors, "norm.weight": tensors["model.norm.weight"].clone()}
-    save_file(twice, folder / "model.safetensors", {"format": "pt"})
+    save_weights(folder, {**tensors, "norm.weight": tensors["model.norm.weight"].clone()})
     with pytest.raises(InputError, match=r"model.norm.weight and norm.weight are both its model.norm.weight"):
         loaded(folder)
 
@@ -287,14 +272,13 @@ def test_a_base_in_bitsandbytes_4_bit_keeps_its_bytes_and_its_export_has_them_de
     base = save_new(tmp_path / "base", LLAMA)
     folder = as_bnb(base, tmp_path / "stored", kind=kind, doubly=doubly, skipped=skipped)
     files, tensors = files_of(folder), load_file(folder / "model.safetensors")
-    assert files.weights.treatment is Treatment.ADAPTED and files.weights.quant is (
-        Quant.NF4_DQ if doubly else Quant.NF4
-    )
+    quant = Quant.NF4_DQ if doubly else Quant.NF4
+    assert (files.weights.treatment, files.weights.quant) == (Treatment.ADAPTED, quant)
     packed = sorted(name for name in tensors if f"{name}.absmax" in tensors)
     assert packed_weights(check_weights(folder)) == sum(2 * tensors[name].numel() for name in packed)
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for storage in (torch.uint8, torch.bfloat16):
-        kept = Packing(quant=files.weights.quant, compute=torch.bfloat16, storage=storage, works_on=CPU, lives_on=CPU)
+        kept = Packing(quant=quant, compute=torch.bfloat16, storage=storage, works_on=CPU, lives_on=CPU)
         meta_model, model = loaded(folder, torch.bfloat16, kept)
         assert sorted(meta_model.packed) == packed and len(packed) == (14 if doubly else 12)
         for name in packed:
@@ -303,16 +287,14 @@ def test_a_base_in_bitsandbytes_4_bit_keeps_its_bytes_and_its_export_has_them_de
             decoded = [dequantize_4bit(each.data, each.quant_state) for each in (ours, other)]
             assert torch.equal(*decoded)
     plan = run_of(folder, Method.QLORA, precision=Precision.BF16_MIXED, config=LLAMA)
-    plan = replace(plan, model_config=files.config, model_shape=replace(plan.model_shape, quant=files.weights.quant))
+    plan = replace(plan, model_config=files.config, model_shape=replace(plan.model_shape, quant=quant))
     run_dir = save_run(tmp_path / "run", plan)
     export(run_dir, tmp_path / "adapters")
     done = export(run_dir, tmp_path / "merged", merge=True)
     assert len(done.checks) == 2 and saved_config(tmp_path / "merged")["dtype"] == "bfloat16"
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    assert (
-        "quantization_config" not in saved_config(tmp_path / "merged")
-        and merged.keys() == load_file(base / "model.safetensors").keys()
-    )
+    assert "quantization_config" not in saved_config(tmp_path / "merged")
+    merged, whole = (load_file(each / "model.safetensors") for each in (tmp_path / "merged", base))
+    assert merged.keys() == whole.keys()
 
 
 @pytest.mark.parametrize("method", [Method.LORA, Method.FULL])
@@ -335,20 +317,15 @@ def test_a_run_on_the_text_part_of_a_model_with_vision_is_exported_for_text_and_
 
 
 def test_every_format_that_transformers_registers_is_decoded_kept_or_refused():
-    treatments = {}
+    treatments: dict[Treatment, set[str]] = {}
     for name in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        if name.startswith("bitsandbytes_"):
-            bits = name.removeprefix("bitsandbytes_")
-            settings: dict[str, Any] = {"quant_method": "bitsandbytes", f"load_in_{bits}": True}
-        else:
-            settings = {"quant_method": name}
-        found = weight_format({"quantization_config": settings})
+        method, _, bits = name.partition("_") if name.startswith("bitsandbytes_") else (name, "", "")
+        found = weight_format({"quantization_config": {"quant_method": method, f"load_in_{bits}": True}})
         assert found is not None
-        treatments[name] = found.treatment
-    decoded = {name for name, each in treatments.items() if each is Treatment.DECODED}
-    assert decoded == {"fp8", "mxfp8", "mxfp4"}
-    assert {name for name, each in treatments.items() if each is Treatment.ADAPTED} == {"bitsandbytes_4bit"}
-    assert len(treatments) > 20
+        treatments.setdefault(found.treatment, set()).add(name)
+    assert treatments[Treatment.DECODED] == {"fp8", "mxfp8", "mxfp4"}
+    assert treatments[Treatment.ADAPTED] == {"bitsandbytes_4bit"}
+    assert sum(map(len, treatments.values())) > 20
 
 
 def test_4_bit_tensors_that_are_no_matrices_of_the_model_are_refused(tmp_path):

@@ -31,6 +31,7 @@ from shardwise.trainer.spec.model.shape import DescriptionRequest, ModelShape
 from shardwise.trainer.spec.strategy import Attention, Method, Precision, Quant
 
 CPU = torch.device("cpu")
+PACKING = Packing(quant=Quant.NF4_DQ, compute=torch.float32, storage=torch.uint8, works_on=CPU, lives_on=CPU)
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _BLOCK = re.compile(r".*?\.N\.")
 ROUTERS = {
@@ -86,8 +87,7 @@ def test_layers_whose_weight_is_read_past_their_forward_are_left_as_they_are(mod
     model = on_meta(model_type)
     past = read_past_forward(model)
     assert in_a_block(past) == PAST[model_type]
-    packing = Packing(quant=Quant.NF4_DQ, compute=torch.float32, storage=torch.uint8, works_on=CPU, lives_on=CPU)
-    assert not past.keys() & put_empty_layers(on_meta(model_type), packing).keys()
+    assert not past.keys() & put_empty_layers(on_meta(model_type), PACKING).keys()
     add_adapters(model, LoraJob(rank=2), Precision.FP32)
     assert not past.keys() & adapted(model)
 
@@ -120,7 +120,7 @@ def test_a_router_that_a_job_names_is_trained(model_type, target):
 def test_weights_in_4_bit_change_no_target(model_type):
     """Their packed tensors have other shapes than the layers."""
     whole, of_run, of_dry_run = (on_meta(model_type) for _ in range(3))
-    put_empty_layers(of_run, Packing(Quant.NF4, torch.float32, storage=torch.uint8, works_on=CPU, lives_on=CPU))
+    put_empty_layers(of_run, PACKING._replace(quant=Quant.NF4))
     quantise(of_dry_run, Quant.NF4, torch.bfloat16)
     for packed in (of_run, of_dry_run):
         assert (routers_of(packed), default_layers(packed)) == (routers_of(whole), default_layers(whole))
@@ -166,11 +166,9 @@ def test_the_coverage_of_a_plan_is_that_of_the_model(model_type, tmp_path):
     dims = dims_of(shape)
     rows = {row.component: row for row in coverage_of(configuration, dims)}
     model = on_meta(model_type)
-    packing = Packing(quant=Quant.NF4_DQ, compute=torch.float32, storage=torch.uint8, works_on=CPU, lives_on=CPU)
-    layers = put_empty_layers(on_meta(model_type), packing).values()
-    assert sum(row.num_packed or 0 for row in rows.values()) == sum(
-        layer.in_features * layer.out_features for layer in layers
-    )
+    layers = put_empty_layers(on_meta(model_type), PACKING).values()
+    num_packed = sum(layer.in_features * layer.out_features for layer in layers)
+    assert sum(row.num_packed or 0 for row in rows.values()) == num_packed
     add_adapters(model, LoraJob(rank=3), Precision.FP32)
     layers_with: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
     covered = sum(

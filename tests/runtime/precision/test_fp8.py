@@ -120,6 +120,16 @@ def test_layers_are_chosen_inside_blocks_and_the_others_are_named_with_the_reaso
     assert "layers.0.router, layers.0.mlp.gate" in found.skipped_text
 
 
+def chosen_of(recipe, *sizes: tuple[int, int]) -> tuple[int, dict[str, int]]:
+    """The number of layers of these sizes that multiply in FP8, and of the others by their reason."""
+    model = Blocks(1)
+    model.layers[0] = GradientCheckpointingLayer()
+    with torch.device("meta"):
+        model.layers[0].more = nn.ModuleList(nn.Linear(*size) for size in sizes)
+    found = fp8.fp8_layers(model, recipe)
+    return len(found.chosen), {reason: len(names) for reason, names in found.skipped.items() if reason != fp8.OUTSIDE}
+
+
 @pytest.mark.parametrize(
     ("recipe", "multiple", "chosen"),
     [
@@ -127,22 +137,21 @@ def test_layers_are_chosen_inside_blocks_and_the_others_are_named_with_the_reaso
         (Fp8Recipe.BLOCK, 128, 1),
     ],
 )  # fmt: skip
-def test_each_recipe_cuts_weights_into_tiles_of_its_own(recipe, multiple, chosen):
-    model = Blocks(1)
-    block = model.layers[0] = GradientCheckpointingLayer()
-    block.a, block.b, block.c, block.d = (nn.Linear(128, size) for size in (128, 64, 48, 40))
-    found = fp8.fp8_layers(model, recipe)
-    assert len(found.chosen) == chosen
-    (skipped,) = (names for reason, names in found.skipped.items() if reason.endswith(f"multiple of {multiple}"))
-    assert len(skipped) == 4 - chosen
+def test_each_recipe_cuts_weights_into_tiles_of_its_own_and_small_layers_stay_in_16_bit(recipe, multiple, chosen):
+    """Such as k and v of an 8B model: 4,096 x 1,024."""
+    found, skipped = chosen_of(recipe, *((128, size) for size in (128, 64, 48, 40)))
+    ((reason, num_skipped),) = skipped.items()
+    assert reason.endswith(f"multiple of {multiple}") and (found, num_skipped) == (chosen, 4 - chosen)
+    for other in (Fp8Recipe.CURRENT, Fp8Recipe.TORCHAO_TENSORWISE):
+        assert chosen_of(other, (4096, 4096), (4096, 1024), (4096, 1024)) == (1, {fp8.SMALL: 2})
 
 
 def test_nvfp4_leaves_the_first_and_the_last_blocks_alone():
     found = fp8.fp8_layers(Blocks(62), Fp8Recipe.NVFP4)
     left = {int(name.split(".")[1]) for name in found.skipped[fp8.EDGE]}
     assert left == {0, 1, *range(54, 62)}, "as in the paper"
-    assert fp8.EDGE not in fp8.fp8_layers(Blocks(62), Fp8Recipe.MXFP8).skipped
-    assert fp8.EDGE not in fp8.fp8_layers(Blocks(2), Fp8Recipe.NVFP4).skipped, "a small model has none to spare"
+    for num_blocks, recipe in ((62, Fp8Recipe.MXFP8), (2, Fp8Recipe.NVFP4)):  # a small model has none to spare
+        assert fp8.EDGE not in fp8.fp8_layers(Blocks(num_blocks), recipe).skipped
 
 
 def test_adapters_stay_and_their_bases_multiply_in_fp8(te):
@@ -206,14 +215,6 @@ def test_a_recipe_that_the_device_recomputation_or_the_model_lacks_is_refused(te
         fp8_model(recipe, checkpointing=Checkpointing.FULL if recipe is Fp8Recipe.DELAYED else Checkpointing.NONE)
 
 
-def test_layers_that_multiply_nothing_in_fp8_stop_the_run(te):
-    model, installed = fp8_model()
-    with torch.no_grad():
-        model(input_ids=rows())
-    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*transformer-engine"):
-        fp8.check_fp8_ran(installed, model)
-
-
 @pytest.mark.parametrize("recipe", [Fp8Recipe.CURRENT, Fp8Recipe.MXFP8])
 @pytest.mark.parametrize("head", [LossHead.EAGER, LossHead.CHUNKED])
 def test_columns_are_added_until_the_tokens_fit_and_change_nothing(te, recipe, head):
@@ -262,32 +263,21 @@ def test_torchao_multiplies_in_fp8_for_real(torchao, checkpointing):
     assert list(model.state_dict()) == list(build_model(rank_plan(Path("nowhere"))).state_dict())
 
 
-def test_torchao_that_only_emulates_is_found_out(torchao, monkeypatch):
-    monkeypatch.setattr(torchao, "EMULATES", True)
-    model, installed = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
-    loss_of(model, rows())
-    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*torchao"):
-        fp8.check_fp8_ran(installed, model)
-
-
-@pytest.mark.parametrize("recipe", [Fp8Recipe.CURRENT, Fp8Recipe.TORCHAO_TENSORWISE])
-def test_layers_too_small_to_gain_stay_in_16_bit(recipe):
-    """k and v of an 8B model: 4,096 x 1,024."""
-    model = Blocks(1)
-    block = model.layers[0] = GradientCheckpointingLayer()
-    with torch.device("meta"):
-        block.q_proj, block.k_proj, block.v_proj = (nn.Linear(4096, size) for size in (4096, 1024, 1024))
-    found = fp8.fp8_layers(model, recipe)
-    assert list(found.chosen) == ["layers.0.q_proj"]
-    assert found.skipped[fp8.SMALL] == ("layers.0.k_proj", "layers.0.v_proj")
-
-
-def test_layers_that_are_no_longer_in_the_model_stop_the_run(te):
+def test_layers_that_multiply_nothing_in_fp8_or_are_no_longer_in_the_model_stop_the_run(te, torchao, monkeypatch):
     model, installed = fp8_model()
+    with torch.no_grad():
+        model(input_ids=rows())
+    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*transformer-engine"):
+        fp8.check_fp8_ran(installed, model)
     loss_of(model, rows())
     fp8.check_fp8_ran(installed, model)
     model.model.layers[1].mlp.down_proj = nn.Linear(128, 64, bias=False)
     with pytest.raises(EnvironmentFaultError, match=r"1 of 14 layers.*model\.layers\.1\.mlp\.down_proj"):
+        fp8.check_fp8_ran(installed, model)
+    monkeypatch.setattr(torchao, "EMULATES", True)
+    model, installed = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
+    loss_of(model, rows())
+    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*torchao"):
         fp8.check_fp8_ran(installed, model)
 
 

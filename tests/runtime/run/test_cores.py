@@ -1,14 +1,13 @@
 """CPU cores of ranks whose weights the CPU updates: shares, the system's lists, and a rank that binds itself."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from planning_factory import plan_of
+from programs import printed_by
 
 from shardwise.trainer.runtime.run.cores import CORES, Core, granted_cores, numbers_of, ranges, shares
 from shardwise.trainer.spec import codec
@@ -81,11 +80,7 @@ def test_a_rank_binds_itself_where_the_cpu_updates(pin, ranks, environment, bind
     plan = plan_of("tiny", f"{ranks}xRTX-4090", allow=(Allowance.OFFLOAD_CPU,), pin=pin)
     codec.write(tmp_path / "plan.json", plan)
     launched = {"LOCAL_RANK": ranks - 1, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": NUM_CORES // ranks}
-    given_by = {**os.environ, **{name: str(value) for name, value in launched.items()}, **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "plan.json")], env=given_by, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
-    size = NUM_CORES // 2
-    assert done.stdout.startswith(f"{size} ('" if binds else "0 None None")
-    assert done.stdout.count(f"with {size} threads") == (2 if binds else 0)
+    launched = {name: str(value) for name, value in launched.items()} | environment
+    printed, size = printed_by("-c", SCRIPT, tmp_path / "plan.json", **launched), NUM_CORES // 2
+    assert printed.startswith(f"{size} ('" if binds else "0 None None")
+    assert printed.count(f"with {size} threads") == (2 if binds else 0)

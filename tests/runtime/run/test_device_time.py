@@ -1,7 +1,5 @@
 """Idle time of a device and its time by kind of kernel, from recorded intervals."""
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,9 +28,7 @@ from shardwise.trainer.runtime.run.device_time import (
         ([(0, 5)], [(3, 3)], None),
     ],
 )
-def test_idle_is_what_no_stream_covers(
-    intervals: Sequence[Interval], windows: Sequence[Interval], share: float | None
-) -> None:
+def test_idle_is_what_no_stream_covers(intervals, windows, share):
     assert idle_share(intervals, windows) == (None if share is None else pytest.approx(share))
 
 
@@ -69,7 +65,7 @@ def test_the_name_of_a_kernel_has_its_kind(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def test_kinds_have_the_time_in_which_one_of_their_kernels_runs_the_largest_first() -> None:
+def test_kinds_have_the_time_in_which_one_of_their_kernels_runs_the_largest_first_and_a_short_run_no_sample() -> None:
     kernels = [
         Kernel("ncclDevKernel_ReduceScatter", 0, 40),
         Kernel("sm90_xmma_gemm", 10, 60),
@@ -80,13 +76,7 @@ def test_kinds_have_the_time_in_which_one_of_their_kernels_runs_the_largest_firs
     assert found is not None and found.num_steps == 2 and found.idle_share == pytest.approx(0.65)
     assert list(found.kinds) == ["matrix products", "communication"]
     assert list(found.kinds.values()) == pytest.approx([0.3, 0.2])
-
-
-def test_without_a_kernel_in_the_sample_nothing_is_reported() -> None:
-    assert device_time([], [(0, 100)]) is None
-    assert device_time([Kernel("sm90_xmma_gemm", 150, 160)], [(0, 100)]) is None
-
-
-def test_a_short_run_is_not_sampled() -> None:
+    for outside in ([], kernels[-1:]):
+        assert device_time(outside, [(0, 100)]) is None
     assert list(sampled_steps(after=3, num_steps=3 + LEAST_STEPS)) == [4, 5, 6]
     assert not sampled_steps(after=3, num_steps=2 + LEAST_STEPS)

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,7 @@ def run(folder: Path, plan: Plan, body: str | None, *hooks: Hook) -> tuple[RunSt
     return state, metrics_of(folder / "run")
 
 
-def plan_of(cache_dir: Path) -> Plan:
-    return rank_plan(cache_dir, num_steps=3, loss=LossHead.EAGER)
+plan_of = partial(rank_plan, num_steps=3, loss=LossHead.EAGER)
 
 
 @pytest.mark.parametrize("writes", [write_rows, write_packed_rows])
@@ -104,15 +104,12 @@ def test_a_hook_is_called_with_its_arguments(tmp_path):
     assert hooks.call(Hook.FORMAT_ROW, {"a": 1}) == {"a": 1, "text": str(tmp_path / "mine.py")}
 
 
-def test_the_files_folder_does_not_become_a_place_to_import_from(tmp_path):
+def test_a_file_that_changed_since_the_plan_or_is_missing_is_not_run_and_imports_nothing_of_its_folder(tmp_path):
     (tmp_path / "neighbour_of_mine.py").write_text("x = 1\n")
+    extension = extension_of(tmp_path, "import neighbour_of_mine\n", Hook.LOSS)
     with pytest.raises(InputError, match=r"ModuleNotFoundError: .*neighbour_of_mine.*mine\.py, line 1"):
-        load_hooks(extension_of(tmp_path, "import neighbour_of_mine\n", Hook.LOSS))
+        load_hooks(extension)
     assert str(tmp_path) not in sys.path
-
-
-def test_a_file_that_changed_since_the_plan_or_is_missing_is_not_run(tmp_path):
-    extension = extension_of(tmp_path, "def on_step(step, metrics): pass\n", Hook.ON_STEP)
     Path(extension.path).write_text("raise SystemExit\n")
     with pytest.raises(InputError, match=r"mine\.py.* changed"):
         load_hooks(extension)

@@ -47,11 +47,9 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(base, tokenizers, tmp_path_factory):
-
     @cache
     def run(method: Method, kind: str) -> Path:
-        plan = run_of(base, method, config=CONFIG, tokenizer=tokenizers[kind])
-        return save_run(tmp_path_factory.mktemp("run"), plan)
+        return save_run(tmp_path_factory.mktemp("run"), run_of(base, method, config=CONFIG, tokenizer=tokenizers[kind]))
 
     return run
 
@@ -63,8 +61,9 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-def prompts_of(chat_model: ChatModel) -> list[str]:
-    prompts: list[str] = []
+def talked(run_dir: Path) -> tuple[ChatModel, list[str]]:
+    """The model of a run's last checkpoint, and the prompts that it will have been given."""
+    chat_model, prompts = load_chat_model(run_dir, checkpoint="last"), list[str]()
     model: Any = chat_model.model
     generate = model.generate
 
@@ -73,15 +72,14 @@ def prompts_of(chat_model: ChatModel) -> list[str]:
         return generate(**inputs)
 
     model.generate = recorded
-    return prompts
+    return chat_model, prompts
 
 
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0)
 
 
 def test_the_whole_talk_is_the_prompt_in_the_words_of_the_template(runs, interrupts):
-    chat_model = load_chat_model(runs(Method.FULL, "chat"), checkpoint="last")
-    prompts = prompts_of(chat_model)
+    chat_model, prompts = talked(runs(Method.FULL, "chat"))
     talk = Conversation(chat_model, GREEDY, "Be brief.", interrupts)
     first, _ = talk.answer("Hello 1?"), talk.answer("And 2?")
     opening = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello 1?<|im_end|>\n<|im_start|>assistant\n"
@@ -93,8 +91,7 @@ def test_the_whole_talk_is_the_prompt_in_the_words_of_the_template(runs, interru
 
 def test_a_talk_goes_on_from_its_texts(runs, interrupts):
     run_dir = runs(Method.FULL, "chat")
-    chat_model = load_chat_model(run_dir, checkpoint="last")
-    prompts = prompts_of(chat_model)
+    chat_model, prompts = talked(run_dir)
     talk, again = (Conversation(chat_model, GREEDY, None, interrupts) for _ in range(2))
     first, second = talk.answer("Hello 1?\nOr not?"), talk.answer("And 2?")
     again.resume(["Hello 1?\nOr not?", first])
@@ -107,8 +104,7 @@ def test_a_talk_goes_on_from_its_texts(runs, interrupts):
 
 
 def test_without_a_template_each_line_is_continued_by_itself(runs, interrupts):
-    chat_model = load_chat_model(runs(Method.FULL, "plain"), checkpoint="last")
-    prompts = prompts_of(chat_model)
+    chat_model, prompts = talked(runs(Method.FULL, "plain"))
     talk = Conversation(chat_model, GREEDY, None, interrupts)
     assert talk.answer("row 1") and talk.answer("row 2")
     assert prompts == ["row 1", "row 2"]
@@ -117,8 +113,7 @@ def test_without_a_template_each_line_is_continued_by_itself(runs, interrupts):
 
 
 def test_old_turns_are_left_out_where_the_talk_outgrows_the_model(runs, interrupts):
-    chat_model = load_chat_model(runs(Method.FULL, "chat"), checkpoint="last")
-    prompts = prompts_of(chat_model)
+    chat_model, prompts = talked(runs(Method.FULL, "chat"))
     talk = Conversation(chat_model, GREEDY, "Be brief.", interrupts)
     for number in range(12):
         talk.answer(f"question {number} " + "cat " * 8)
@@ -220,8 +215,7 @@ def test_at_a_terminal_ctrl_c_ends_the_answer_and_then_the_program(base, tokeniz
 
 
 def test_a_line_without_a_template_begins_as_a_document_of_the_training_did(runs, interrupts):
-    chat_model = load_chat_model(runs(Method.FULL, "plain"), checkpoint="last")
-    prompts = prompts_of(chat_model)
+    chat_model, prompts = talked(runs(Method.FULL, "plain"))
     (opening,) = chat_model.tokenizer("<|im_start|>", add_special_tokens=False)["input_ids"]
     Conversation(chat_model._replace(prefix=(opening,)), GREEDY, None, interrupts).answer("row 1")
     assert prompts == ["<|im_start|>row 1"]

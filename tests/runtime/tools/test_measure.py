@@ -1,12 +1,12 @@
 """The measurement of a device and of copies between devices, on this machine's CPU."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import msgspec
 import pytest
 import torch
 
-from shardwise.launch.worker import ask
 from shardwise.trainer.runtime.tools.measure import (
     attention_flops_per_s,
     host_adam_bytes_per_s,
@@ -16,7 +16,6 @@ from shardwise.trainer.runtime.tools.measure import (
 )
 from shardwise.trainer.runtime.tools.torch_check import _expands_segments
 from shardwise.trainer.spec.hardware import PeerCopy
-from shardwise.trainer.spec.messages.worker_requests import TorchFacts
 
 CPU = torch.device("cpu")
 
@@ -35,15 +34,22 @@ def test_a_cpu_has_its_rates_one_figure_after_the_other():
     assert all(before < after for before, after in pairwise(known))
 
 
-def test_a_figure_that_cannot_be_had_is_a_line_and_the_others_follow(monkeypatch):
-    def no_kernel(*_: object, **__: object) -> object:
-        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+def test_a_figure_that_cannot_be_had_is_a_line_and_the_others_follow_but_an_error_of_the_gpu_is_the_end(monkeypatch):
+    def fails(message: str) -> Callable[..., object]:
+        def call(*_: object, **__: object) -> object:
+            raise RuntimeError(message)
 
+        return call
+
+    no_kernel = fails("No available kernel. Aborting execution.\nmore")
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", no_kernel)
     last = list(measure(CPU, budget_s=0.01))[-1]
     assert last.notes == ("attention: not measured, No available kernel. Aborting execution.",)
     assert last.rates.attention_flops_per_s is None
     assert last.rates.memory_bytes_per_s is not None
+    monkeypatch.setattr("torch.mm", fails("CUDA error: an illegal memory access was encountered"))
+    (last,) = measure(CPU, budget_s=0.01)
+    assert last.notes == ("matrix products: not measured, CUDA error: an illegal memory access was encountered",)
 
 
 def test_work_is_counted_as_it_is_done(monkeypatch):
@@ -63,27 +69,12 @@ def test_every_pair_is_tried_both_ways_and_entered_before_it_starts():
     assert all(copy.bytes_per_s is not None for copy in steps[-1])
 
 
-def test_the_check_describes_the_installed_torch():
-    facts = ask("shardwise.trainer.runtime.tools.torch_check", None, TorchFacts, subject="the check")
-    assert (facts.version, facts.cuda) == (torch.__version__, torch.version.cuda)
-    assert len(facts.devices) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-
-
 @pytest.mark.parametrize(
     ("kinds", "expands"), [([], None), ([True, True], True), ([True, False], False), ([True, None], None)]
 )
 def test_the_allocator_expands_segments_where_every_segment_is_an_expandable_one(kinds, expands, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": kind} for kind in kinds])
     assert _expands_segments() is expands
-
-
-def test_an_error_of_the_gpu_ends_the_measurement(monkeypatch):
-    def sick(*_: object, **__: object) -> object:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr("torch.mm", sick)
-    (last,) = measure(CPU, budget_s=0.01)
-    assert last.notes == ("matrix products: not measured, CUDA error: an illegal memory access was encountered",)
 
 
 def test_a_copy_that_delivers_other_values_is_found(monkeypatch):

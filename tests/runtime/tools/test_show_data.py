@@ -58,12 +58,9 @@ def test_documents_of_a_packed_row_are_told_apart(tokenizer):
     second = lines.index(f"--- document 2, {len(other)} tokens ".ljust(40, "-"))
     assert "".join(line[10:] for line in lines[2:second]) == "Hi there"
     assert "".join(line[10:] for line in lines[second + 1 :]) == "Bye"
-
-
-def test_control_characters_are_spelt_out(tokenizer):
     [ids] = tokenizer.encode(["a\x1b[31mb\rc"])
     text = show(ids, None, tokenizer, width=80, colour=False)
-    assert "\x1b" not in text
+    assert "\x1b" not in text, "control characters are spelt out"
     assert r"\x1b[31mb\r" in text.replace("\n        | ", "").replace("\nlearned | ", "")
 
 
