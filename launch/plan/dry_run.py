@@ -27,11 +27,11 @@ from shardwise.trainer.planning.simulated import (
     plan_of_simulated,
     simulated_memory,
 )
+from shardwise.trainer.spec.data.objectives import OBJECTIVES
 from shardwise.trainer.spec.data.shapes import objective_of
 from shardwise.trainer.spec.errors import InputError, NothingFitsError
 from shardwise.trainer.spec.hardware import DeviceKind
 from shardwise.trainer.spec.messages.worker_requests import Simulation, SimulationRequest
-from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.packages import kernel_packages
 from shardwise.trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from shardwise.trainer.spec.report import relative_difference

@@ -42,6 +42,7 @@ from shardwise.trainer.planning.search.choice import Ranking, method_rows, rank,
 from shardwise.trainer.planning.search.configurations import attention_text, every_n, missing_flash, obstacle_to_flash
 from shardwise.trainer.planning.search.fallbacks import fallbacks, least_short, nothing_fits
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.data.objectives import OBJECTIVES
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import objective_of, shapes_for
 from shardwise.trainer.spec.engines import Offload
@@ -51,7 +52,6 @@ from shardwise.trainer.spec.job.kinds import one_of
 from shardwise.trainer.spec.job.sections import Job
 from shardwise.trainer.spec.messages.extension import Extension, Hook
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.plan import (
     Calibration,

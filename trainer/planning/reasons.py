@@ -35,6 +35,7 @@ from shardwise.trainer.planning.search.packages import missing_packages
 from shardwise.trainer.planning.search.traced_blocks import traced_notes
 from shardwise.trainer.planning.speed.step import fp8_share, speed_notes
 from shardwise.trainer.planning.tables.catalogue import CATALOGUE
+from shardwise.trainer.spec.data.objectives import OBJECTIVES
 from shardwise.trainer.spec.data.profile import DataProfile
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of, packing_note
 from shardwise.trainer.spec.engines import Offload
@@ -42,7 +43,6 @@ from shardwise.trainer.spec.fp8 import FP8_RECIPES
 from shardwise.trainer.spec.host_ram import NEARLY_FULL
 from shardwise.trainer.spec.job.sections import Allowance, Objective
 from shardwise.trainer.spec.messages.extension import Hook
-from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.plan import Candidate, TrialResult
 from shardwise.trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Method, Precision
 from shardwise.trainer.spec.units import format_bytes, format_seconds

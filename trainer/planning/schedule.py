@@ -28,13 +28,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shardwise.trainer.planning.configuration import PolicyChoices
+from shardwise.trainer.spec.data.objectives import OBJECTIVES, DefaultWarmup
 from shardwise.trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram, stream_note
 from shardwise.trainer.spec.data.shapes import SHAPES, objective_of
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.kinds import Every, Warmup
 from shardwise.trainer.spec.job.sections import DataFormat, Job, LossOn, Objective, TrainJob
 from shardwise.trainer.spec.model.shape import ModelShape
-from shardwise.trainer.spec.objectives import OBJECTIVES, DefaultWarmup
 from shardwise.trainer.spec.optimizers import ADAMW_RATES, Optimizer, PublishedRate, Rates, two_digits
 from shardwise.trainer.spec.plan import Schedule
 from shardwise.trainer.spec.strategy import Method

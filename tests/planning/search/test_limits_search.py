@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import CONFIGS, data_of, job_of, machine, shape_of
 
-from shardwise.trainer.planning import limits
 from shardwise.trainer.planning.candidates import candidate_of, configuration_of, excess, with_micro_batch
 from shardwise.trainer.planning.context import PlanningContext
+from shardwise.trainer.planning.explain import limits
 from shardwise.trainer.planning.page.content import Page, page_text
 from shardwise.trainer.planning.planner import open_contexts
 from shardwise.trainer.spec.hardware import Hardware

@@ -59,13 +59,13 @@ from shardwise.trainer.runtime.models.model_code import is_custom_code
 from shardwise.trainer.runtime.models.router_loss import RouterLoss
 from shardwise.trainer.runtime.run.extension import Hooks
 from shardwise.trainer.spec import codec
+from shardwise.trainer.spec.data.objectives import OBJECTIVES
 from shardwise.trainer.spec.data.shapes import objective_of
 from shardwise.trainer.spec.engines import Sharding
 from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job import sections as job
 from shardwise.trainer.spec.messages.extension import Hook
 from shardwise.trainer.spec.messages.rank_files import REFERENCE_PHASE
-from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.plan import Plan
 from shardwise.trainer.spec.report import Evaluation
 from shardwise.trainer.spec.strategy import LossHead

@@ -10,9 +10,9 @@ decides: preference rows often carry the messages they were made from, and chat 
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 
+from shardwise.trainer.spec.data.objectives import OBJECTIVES
 from shardwise.trainer.spec.errors import InputError
 from shardwise.trainer.spec.job.sections import DataFormat, LossOn, Objective
-from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.value import Value
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -21,6 +21,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from shardwise.trainer.spec.data.objectives import OBJECTIVES
 from shardwise.trainer.spec.data.shapes import SHAPES, Encoding, encoding_of, shapes_for
 from shardwise.trainer.spec.engines import Offload, shardings_with
 from shardwise.trainer.spec.errors import InputProblemsError
@@ -28,7 +29,6 @@ from shardwise.trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIO
 from shardwise.trainer.spec.job.kinds import HintError, nearest, one_of, shown
 from shardwise.trainer.spec.job.other_names import OTHER_NAMES
 from shardwise.trainer.spec.job.sections import Allowance, BadRows, DataFormat, Job, LossOn
-from shardwise.trainer.spec.objectives import OBJECTIVES
 from shardwise.trainer.spec.optimizers import Optimizer
 from shardwise.trainer.spec.strategy import Checkpointing, Method, Precision
 
