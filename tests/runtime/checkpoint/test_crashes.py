@@ -99,7 +99,7 @@ def test_a_state_without_numbers_that_the_thread_finds_is_raised_later_and_leave
 def check_kills(run_tiny, root, seeds):
     """Nothing damaged (the program looks), nothing committed lost, the state that of the run that was never killed."""
     run_tiny("reference", root / "reference")
-    digests = json.loads((root / "reference" / "digests.json").read_text())
+    digests = json.loads((root / "reference" / "results-0.json").read_text())
     run_tiny("kill", root, *seeds)
     outcomes = [json.loads((root / str(seed) / "outcome.json").read_text()) for seed in seeds]
     for outcome in outcomes:

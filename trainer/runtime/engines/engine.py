@@ -54,15 +54,6 @@ class EngineChoice(NamedTuple):
     reduces_in_bf16: bool = False  # the same
 
 
-class StepWork(NamedTuple):
-    """The micro batches of this rank in one step."""
-
-    num_micro_batches: int
-    forward: Callable[[int], Tensor]  # the loss of a micro batch, by its place
-    backward: Callable[[Tensor], None]  # of that loss
-    accepts: Callable[[Tensor], bool]  # True if the step is applied, from the norm of its gradients; collective
-
-
 class Engine(ABC):
     """An engine; `model` is the one that it has prepared."""
 
@@ -106,19 +97,6 @@ class Engine(ABC):
         return AmpScaler(str(kind)) if precision is Precision.FP16_MIXED else None
 
     # A step
-
-    def accumulate(self, accelerator: Accelerator, model: nn.Module, work: StepWork) -> None:
-        """Runs every micro batch of a step forward and backward, so that their gradients add up.
-
-        In order, one after another; ranks reduce with the last, and an engine that updates in a backward does in it.
-        """
-        for index in range(work.num_micro_batches):
-            is_last = index == work.num_micro_batches - 1
-            accelerator.sync_gradients = is_last
-            with nullcontext() if is_last else self.without_sync(accelerator, model):
-                loss = work.forward(index)
-                with self.deciding_update(model, work.accepts) if is_last else nullcontext():
-                    work.backward(loss)
 
     def without_sync(self, accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[Any]:
         """Around the micro batches before the last one: their gradients are not reduced yet."""

@@ -22,6 +22,7 @@ and a step can be repeated exactly.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,7 +32,6 @@ from torch import Tensor, nn
 
 from shardwise.trainer.runtime.data.batches import MicroBatch
 from shardwise.trainer.runtime.engines import running_engine
-from shardwise.trainer.runtime.engines.engine import StepWork
 from shardwise.trainer.runtime.loss import LossOutput
 from shardwise.trainer.runtime.memory.host_embedding import ids_on_host
 from shardwise.trainer.runtime.models.build import plain_model
@@ -130,25 +130,22 @@ def run_step(
     set_learning_rate(unwrapped(optimizer), lr)
     sums = Sums(objective, accelerator.device)
     decision = Decision(sums, judge, may_overflow=scaler is not None)
+    engine = running_engine(model)
     assert len(micro_batches) == accelerator.gradient_accumulation_steps
     scale = accelerator.num_processes * len(micro_batches) / num_terms
     loss_scale = None if scaler is None else scaler.loss_scale  # before it moves on, in DeepSpeed's last backward
-
-    def run_forward(index: int) -> Tensor:
+    for index, micro_batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
         seed_dropout(seed, step, index * accelerator.num_processes + accelerator.process_index)
-        with clock.measure("forward"):
-            terms = objective(model, micro_batches[index], accelerator.device)
-        sums.add(terms, num_tokens=micro_batches[index].num_tokens)
-        loss = (terms.loss if terms.added is None else terms.loss + terms.added) * scale
-        assert isinstance(loss, Tensor)
-        return loss
-
-    def run_backward(loss: Tensor) -> None:
-        with clock.measure("backward"):
-            accelerator.backward(loss if scaler is None else scaler.scale(loss))
-
-    work = StepWork(len(micro_batches), run_forward, run_backward, decision.accepts)
-    running_engine(model).accumulate(accelerator, model, work)
+        accelerator.sync_gradients = is_last
+        with nullcontext() if is_last else engine.without_sync(accelerator, model):
+            with clock.measure("forward"):
+                terms = objective(model, micro_batch, accelerator.device)
+            sums.add(terms, num_tokens=micro_batch.num_tokens)
+            deciding = engine.deciding_update(model, decision.accepts) if is_last else nullcontext()
+            with clock.measure("backward"), deciding:
+                loss = (terms.loss if terms.added is None else terms.loss + terms.added) * scale
+                accelerator.backward(loss if scaler is None else scaler.scale(loss))
     with clock.measure("optimizer"):
         has_overflown = _update(accelerator, model, optimizer, decision, clip=clip, scaler=scaler)
     means = decision.means
