@@ -520,14 +520,8 @@ class ChunkedLoss(torch.autograd.Function):
         losses = _no_losses(hidden, row_tokens)
         log_normalisers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for part in _slices(hidden.shape[0], chunk_tokens):
-            if body is None:
-                found = _slice_loss(
-                    hidden[part], head, targets[part], log_normalisers[part], is_summed=row_tokens is None
-                )
-            else:
-                found, log_normalisers[part] = body.losses(hidden[part], head, targets[part])
-                found = found.sum() if row_tokens is None else found
-            _take(losses, part, found)
+            values = (hidden[part], head, targets[part], log_normalisers[part])
+            _take(losses, part, _slice_loss(*values, is_summed=row_tokens is None, body=body))
         log_normalisers.masked_fill_(targets == IGNORED, float("inf"))
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalisers)
         ctx.softcap, ctx.chunk_tokens, ctx.row_tokens, ctx.body = softcap, chunk_tokens, row_tokens, body
@@ -559,8 +553,14 @@ class ChunkedLoss(torch.autograd.Function):
         return (grad_hidden, *grads, None, None, None, None, None)
 
 
-def _slice_loss(hidden: Tensor, head: Head, targets: Tensor, log_normalisers: Tensor, *, is_summed: bool) -> Tensor:
+def _slice_loss(
+    hidden: Tensor, head: Head, targets: Tensor, log_normalisers: Tensor, *, is_summed: bool, body: SliceBody | None
+) -> Tensor:
     """Token losses of one slice, or their sum; fills in its normalisers. A function: its logits end with it."""
+    if body is not None:
+        losses, of_body = body.losses(hidden, head, targets)
+        log_normalisers.copy_(of_body)
+        return losses.sum() if is_summed else losses
     logits = head.logits(hidden)
     log_shares = functional.log_softmax(logits, dim=-1)
     index = _index(targets)
