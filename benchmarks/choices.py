@@ -1,8 +1,8 @@
-"""The tables of docs/choices.md: the planner's choices for its jobs.
+"""The tables of docs/strategies.md: the planner's choices for its jobs.
 
     python benchmarks/choices.py            prints the tables
-    python benchmarks/choices.py --write    writes them into docs/choices.md
-    python benchmarks/choices.py --check    checks that docs/choices.md is up to date (exit code 1 if it is not)
+    python benchmarks/choices.py --write    writes them into docs/strategies.md
+    python benchmarks/choices.py --check    checks that docs/strategies.md is up to date (exit code 1 if it is not)
 
 Every row is a job file under examples/ on a machine from the catalogue. No figure depends on the machine this runs on.
 """
@@ -28,7 +28,7 @@ from shardwise.trainer.spec.errors import InputError, NothingFitsError  # noqa: 
 from shardwise.trainer.spec.plan import Plan  # noqa: E402
 from shardwise.trainer.spec.units import format_bytes, format_seconds  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "choices.md"
+DOCUMENT = ROOT / "docs" / "strategies.md"
 NO_SETTINGS = {"HOME": "/nonexistent"}  # no personal settings, no earlier runs
 
 
@@ -168,7 +168,7 @@ PUBLISHED = tuple(Published(*run) for run in _RUNS)
 
 
 def tables() -> dict[str, str]:
-    """The tables of docs/choices.md by the name of their markers."""
+    """The tables of docs/strategies.md by the name of their markers."""
     return {
         "golden": markdown_table(("job and machine", "choice"), [(case.name, _choice(case)) for case in GOLDEN]),
         "combinations": markdown_table(

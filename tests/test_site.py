@@ -74,7 +74,7 @@ def test_pages_open_in_light_and_dark_without_an_error_or_a_foreign_request(addr
     with running_browser() as browser:
         light = browser.open(address, width=1280, script=CONTRAST)
         dark = browser.open(dark_address, width=1280, is_dark=True, script=CONTRAST)
-        phone = browser.open(f"{address}choices.html", width=390)
+        phone = browser.open(f"{address}strategies.html", width=390)
     for opened in (light, dark, phone):
         assert opened.messages == []
         assert all(url.startswith((address, dark_address, "blob:", "data:")) for url in opened.requests)

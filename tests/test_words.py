@@ -28,7 +28,7 @@ RIGHT = (
     ("recipe recipes", "docs/support-matrix.md", "<!-- "),
     # Fields of files and of options, which keep their names.
     ("recipe", "trainer/planning/cases.py", ""),
-    ("recipe", "docs/estimate.md", ""),
+    ("recipe", "docs/memory-model.md", "`recipe`"),
     ("recipe recipes", "launch/plan/*", ""),
     ("rung rungs", "launch/run/ladder.py", r"""["']rung["']"""),
     ("rung rungs", "*", "--rungs|options.rungs"),
@@ -42,7 +42,7 @@ RIGHT = (
     ("drawn", "trainer/planning/page/*", ""),
     ("kept", "docs/walkthrough.md", "in 64 bits"),
     ("kept told", "docs/promises.md", "`tests/"),
-    ("leave", "docs/choices.md", "leave (room|one row)"),
+    ("leave", "docs/strategies.md", "leave (room|one row)"),
     ("tell", "*", r"\.tell\(\)"),
 )  # fmt: skip
 

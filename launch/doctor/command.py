@@ -2,7 +2,7 @@
 
 The command checks for everything that would make training fail or slow on this machine, and prints the remedy. It
 changes nothing and trains nothing. Exit code 4 if there is a fault, 0 if there are warnings at most, 2 for an
-invalid job file. docs/doctor.md has a row for each check.
+invalid job file. docs/install.md has a row for each check.
 """
 
 import os

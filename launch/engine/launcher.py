@@ -7,7 +7,7 @@ RUN/attempts/1/plan.json`.
 DeepSpeed drops an unfilled `"auto"` silently and runs with its own default, so none is left. Filled are exactly the
 holes that Accelerate and transformers fill by hand (Accelerate refuses any other `"auto"`): batch sizes, clipping,
 precision, bucket sizes in elements, NVMe path. `_limits` replaces defaults by those of the plan's memory estimate.
-Which keys DeepSpeed 0.19.8 reads is in docs/engine-configs.md. Accelerate refuses `mixed_precision` with a DeepSpeed
+Which keys DeepSpeed 0.19.8 reads is in docs/strategies.md. Accelerate refuses `mixed_precision` with a DeepSpeed
 file.
 
 On a CPU the same distributed types start the ranks. MULTI_CPU is not among them: without MPI it starts one rank

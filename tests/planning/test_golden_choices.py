@@ -1,4 +1,4 @@
-"""The choices of docs/choices.md, which gives the reason for each machine."""
+"""The choices of docs/strategies.md, which gives the reason for each machine."""
 
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,7 @@
 """Prediction cases: one JSON object with every setting fixed, and its memory, its speed and whether it fits.
 
-docs/estimate.md explains the fields. A case fixes everything that decides memory and speed, so most of `train` has no
-default. Every error is one sentence that names the field, its value and the values allowed.
+docs/memory-model.md explains the fields. A case fixes everything that decides memory and speed, so most of `train` has
+no default. Every error is one sentence that names the field, its value and the values allowed.
 
 A case that cannot run is refused. Incompatibilities come from the tables of `rules`: all of them apply to our own
 runtime, those that reach `ALL` also to other software. A configuration that is merely pointless (FSDP on one GPU) is

@@ -8,5 +8,5 @@
     dry_run                 all of it: from a request to a result
     golden                  the file of known runs
 
-It runs in a process of its own (`python -m shardwise.trainer.simulation`): see docs/dry-run.md.
+It runs in a process of its own (`python -m shardwise.trainer.simulation`): see docs/memory-model.md.
 """

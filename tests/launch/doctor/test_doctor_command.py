@@ -141,7 +141,7 @@ def test_a_check_that_hangs_costs_only_its_own_result(tmp_path):
 
 
 def test_the_document_has_a_row_for_each_check():
-    text = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text().partition("\n## Stored files")[0]
+    text = (Path(__file__).parents[3] / "docs" / "install.md").read_text().partition("\n## Stored files")[0]
     rows = re.findall(r"^\| `([\w-]+)` \| [^|]+ \| [^|]+ \|", text, re.MULTILINE)
     assert rows == [*(check.name for check in CHECKS), JOB_CHECK]
     slow = set(re.findall(r"^\| `([\w-]+)` \|.*\| slow \|$", text, re.MULTILINE))

@@ -115,7 +115,7 @@ def test_state_that_the_format_does_not_know_is_refused_not_dropped(tiny, tmp_pa
 
 
 def test_the_reader_in_the_documentation_works(tiny, tmp_path, capsys):
-    document = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+    document = (Path(__file__).parents[3] / "docs" / "surviving.md").read_text()
     code = document.partition("```python\n")[2].partition("```")[0]
     model, optimizer = build(tiny)
     path = tiny.save(tmp_path, model, optimizer, 30)

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `checkpoints/step-00000030` that holds MANIFEST.json and one safetensors file per rank. It
 has its name only if it is complete: all files are written to a temporary folder, all ranks agree, and it is renamed.
-Nothing in it is pickled and nothing of it is unpickled. docs/checkpoints.md describes the files.
+Nothing in it is pickled and nothing of it is unpickled. docs/surviving.md describes the files.
 
     ranks = Ranks.distributed() if world_size > 1 else Ranks.alone()
     resumption = begin_resumption(root, check=..., on_skip=log, ranks=ranks)    # the newest, or None; hashed meanwhile
