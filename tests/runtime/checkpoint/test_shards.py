@@ -1,5 +1,6 @@
 """Files of ranges: any cut of a tensor over any number of ranks reads back by any other cut."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from shardwise.trainer.runtime.checkpoint import CheckpointFolder, Manifest, shards
 from shardwise.trainer.runtime.checkpoint.manifest import (
@@ -77,6 +79,20 @@ def test_wider_values_are_exact_and_rounding_is_refused(tiny, tmp_path, saved_as
         else:
             with pytest.raises(InputError, match="it would be rounded"):
                 read(checkpoint, 0, 33, read_as)
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
+    dtypes = (torch.bool, torch.bfloat16, torch.float32, torch.uint8, torch.float64)
+    pieces = [Piece(str(dtype), None, 0, torch.ones(3, dtype=dtype)) for dtype in dtypes]
+    shards.write_shards(tmp_path, pieces, rank=0, world_size=1, on_point=lambda point: None)
+    content = (tmp_path / "shard-00000.safetensors").read_bytes()
+    header_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_bytes])
+    assert header_bytes % 8 == 0
+    for piece in pieces:
+        assert header[f"{piece.name}|weight|0"]["data_offsets"][0] % piece.values.element_size() == 0
+    loaded = load_file(tmp_path / "shard-00000.safetensors")
+    assert all(torch.equal(loaded[f"{piece.name}|weight|0"], piece.values) for piece in pieces)
 
 
 def test_a_rank_that_holds_much_writes_several_files_side_by_side(tiny, tmp_path, monkeypatch):
