@@ -64,6 +64,7 @@ def test_an_unknown_type_is_planned_from_traces_that_the_cache_keeps(
     announce.cache_clear()
     inputs = read(workplace, config, "data.packing=auto")
     assert capsys.readouterr().err.count("tracing one block of each kind of qwen3_5_text") == 1
+    assert announce.cache_info().hits == 0, "traced once"
     other = read(workplace, config, "train.seq_len=128", traced=inputs.shape)
     assert other.shape == inputs.shape and capsys.readouterr().err == "", "of other rows nothing is traced again"
     assert inputs.request.packing is False and inputs.shape.packing_obstacle is not None
@@ -108,8 +109,10 @@ def test_a_closed_form_that_is_off_counts_what_is_not_run_as_traced_and_all_time
     chats = json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]})
     (workplace.folder / "chats.jsonl").write_text(f"{chats}\n" * 50)
     few = ("data.packing=auto", "data.train=chats.jsonl", "data.chat_template=plain")
+    announce.cache_clear()
     form, inputs = read_model_shape(config), read(workplace, config, *few)
     assert inputs.request.packing is False and capsys.readouterr().err.count("tracing") == 1
+    assert announce.cache_info().hits == 0, "traced once"
     assert inputs.shape == replace(form, traced=inputs.shape.traced) and inputs.shape.traced is not None
     plan = plan_of(workplace, inputs)
     share = f"{furthest_forms()['mixtral']:.1%}"
