@@ -2,14 +2,13 @@
 
 A group is gathered for its forward and again for its backward, while its neighbour is gathered already: two blocks are
 gathered in backward, at the end the first block and the embedding; with `prefetch_two_blocks` three, until fewer are
-left. The head stays gathered from its forward to its
-backward; when the forward ends, the buffer it was gathered into is alive as well. In a step that scores the reference
-first (DPO under adapters) the head stays from that forward on, and the last buffer is a block's. A tied head is one
-group with the embedding and stays for the whole step, and so does the root of a trainer that does not split its tables.
-The gradients of a group are copied into one reduce-scatter input in the reduce type, freed after the next group.
-Without synchronisation (accumulation) whole gradients wait in the reduce type for the last micro batch, which reduces
-them group by group. `fsdp_grad_op` keeps everything gathered from forward to backward. gloo copies the input of a
-reduce-scatter.
+left. The head stays gathered from its forward to its backward; when the forward ends, the buffer it was gathered into
+is alive as well. In a step that scores the reference first (DPO under adapters) the head stays from that forward on,
+and the last buffer is a block's. A tied head is one group with the embedding and stays for the whole step, and so does
+the root of a trainer that does not split its tables. The gradients of a group are copied into one reduce-scatter input
+in the reduce type, freed after the next group. Without synchronisation (accumulation) whole gradients wait in the
+reduce type for the last micro batch, which reduces them group by group. `fsdp_grad_op` keeps everything gathered from
+forward to backward. gloo copies the input of a reduce-scatter.
 
 FSDP1 keeps one flat parameter a group: no copies around a reduction, no block gathered at the loss, none ahead.
 """
