@@ -48,7 +48,6 @@ def obstacle_to_dry_run(candidate: Candidate, shape: ModelShape, *, is_cpu: bool
     """Why a candidate has no dry run, or None if it has one."""
     strategy = candidate.strategy
     refusals = (
-        (not strategy.sharding.facts.has_dry_run, f"{strategy.sharding}"),
         (strategy.sharding.uses_deepspeed, f"{strategy.sharding} (DeepSpeed)"),
         (strategy.offload is not Offload.NONE, f"offload {strategy.offload}"),
         (strategy.precision is Precision.FP8, "fp8"),

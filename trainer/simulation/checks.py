@@ -25,7 +25,6 @@ def check_supported(request: SimulationRequest) -> None:
     """InputError for a request that a dry run does not support."""
     sharding, ranks, group = request.sharding, request.num_ranks, request.shard_group or request.ranks_per_node
     for is_refused, sentence in (
-        (not sharding.facts.has_dry_run, f"{sharding} has no dry run; the closed form covers it"),
         (
             sharding.uses_deepspeed and request.precision is Precision.FP16_MIXED,
             f"fp16-mixed under {sharding} has no dry run; bf16-mixed has",

@@ -92,7 +92,6 @@ class EngineFacts(Value, frozen=True, kw_only=True):
 
     engine: Engine
     reason: str  # for which a plan chooses it
-    has_dry_run: bool  # `trainer/simulation` builds and steps it
     is_one_rank: bool = False  # it drives one device; every other sharding needs two ranks or more
     # Distribution of state
     zero_stage: int = 0  # ranks share 1: optimizer state, 2: gradients too, 3: weights too (ZeRO, arXiv:1910.02054)
@@ -124,7 +123,6 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         Sharding.NONE: EngineFacts(
             engine=Engine.TORCH,
             reason="one device: nothing to share",
-            has_dry_run=True,
             is_one_rank=True,
             pieces=Pieces.WHOLE,
             updates_in_backward=True,
@@ -132,14 +130,12 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         Sharding.DDP: EngineFacts(
             engine=Engine.TORCH,
             reason="the whole state fits on every device, and ddp exchanges gradients only",
-            has_dry_run=True,
             keeps_gradient_buckets=True,
             pieces=Pieces.WHOLE,
         ),
         Sharding.ZERO1: EngineFacts(
             engine=Engine.DEEPSPEED,
             reason="optimizer state is spread over the ranks",
-            has_dry_run=True,
             has_own_fp16=True,
             zero_stage=1,
             pieces=Pieces.FLAT,
@@ -149,7 +145,6 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         Sharding.ZERO2: EngineFacts(
             engine=Engine.DEEPSPEED,
             reason="optimizer state and gradients are spread over the ranks",
-            has_dry_run=True,
             has_own_fp16=True,
             zero_stage=2,
             pieces=Pieces.FLAT,
@@ -162,7 +157,6 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         Sharding.ZERO3: EngineFacts(
             engine=Engine.DEEPSPEED,
             reason="weights, gradients and optimizer state are spread over the ranks",
-            has_dry_run=True,
             has_own_fp16=True,
             zero_stage=3,
             pieces=Pieces.FLAT,
@@ -178,7 +172,6 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         Sharding.FSDP_GRAD_OP: EngineFacts(
             engine=Engine.FSDP,
             reason="gradients and optimizer state are spread; weights stay gathered until the backward ends",
-            has_dry_run=True,
             zero_stage=3,
             keeps_weights_gathered=True,
             pieces=Pieces.SHARDS,
@@ -189,7 +182,6 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         Sharding.FSDP: EngineFacts(
             engine=Engine.FSDP,
             reason="weights, gradients and optimizer state are spread over the ranks",
-            has_dry_run=True,
             zero_stage=3,
             pieces=Pieces.SHARDS,
             updates_in_backward=True,
@@ -202,7 +194,6 @@ ENGINES: dict[Sharding, EngineFacts] = complete(
         Sharding.HSDP: EngineFacts(
             engine=Engine.FSDP,
             reason="state is spread inside groups of ranks and replicated across groups",
-            has_dry_run=True,
             zero_stage=3,
             shards_within_group=True,
             pieces=Pieces.SHARDS,

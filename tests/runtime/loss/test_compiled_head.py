@@ -61,11 +61,14 @@ def check(body: CompiledSlices, num_tokens: int, *, tolerance: float = 1e-6, **c
 )
 def test_rows_of_any_length_have_the_losses_and_gradients_of_plain_torch_in_two_graphs(case: dict[str, Any]) -> None:
     body = CompiledSlices(SLICE)
+    with pytest.raises(EnvironmentFaultError, match=r"pin\.compiled_head: no slice"):
+        body.check_ran()
     lengths = (2 * SLICE, 3, 2 * SLICE + 5, SLICE)
     for num_tokens in lengths:
         check(body, num_tokens, **case)
     num_slices = sum(-(-length // SLICE) for length in lengths)
     text = f"2 graphs without a break, {num_slices} slices forwards, {num_slices} backwards of {SLICE} tokens"
+    body.check_ran()
     assert body.facts() == {"compiled head": text}
 
 

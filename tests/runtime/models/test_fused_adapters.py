@@ -17,10 +17,15 @@ from transformers import PreTrainedModel
 from shardwise.trainer.planning.memory import estimate_memory
 from shardwise.trainer.planning.speed.work import FUSED_OPERATORS, adapters_of, elementwise_bytes, operators, work_of
 from shardwise.trainer.runtime.models.build import build_trainable
-from shardwise.trainer.runtime.models.fused_adapters import fuse_adapters, fused_adapter_facts, fused_layers
+from shardwise.trainer.runtime.models.fused_adapters import (
+    check_fused_ran,
+    fuse_adapters,
+    fused_adapter_facts,
+    fused_layers,
+)
 from shardwise.trainer.runtime.models.methods import adapters_off
 from shardwise.trainer.spec.engines import Sharding
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 from shardwise.trainer.spec.job.sections import LoraJob
 from shardwise.trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 
@@ -142,9 +147,12 @@ def test_the_model_without_its_adapters_is_the_base_and_their_runs_are_counted()
     with torch.no_grad(), adapters_off(model):
         base = model(input_ids=ids).logits
     assert all(layer.num_runs == 0 for layer in fused_layers(model))
+    with pytest.raises(EnvironmentFaultError, match=r"pin\.fused_adapters: \d+ layers were fused, and none has run so"):
+        check_fused_ran(model)
     with torch.no_grad():
         adapted = model(input_ids=ids).logits
     assert not torch.allclose(base, adapted)
+    check_fused_ran(model)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.zero_()

@@ -86,7 +86,6 @@ class StateMemory(Value, frozen=True, kw_only=True):
     dims: Dims
     states: States
     sharding: ShardingMemory
-    waits_for_last_micro_batch: bool  # whole gradients stay on this rank until the last micro batch reduces them
 
     @property
     def holds_earlier_gradients(self) -> bool:

@@ -64,14 +64,13 @@ class Fsdp(PlannedEngine):
     def offloaded(self, states: States, strategy: Strategy, policy: PrecisionPolicy) -> States:
         """Shards and gradients in pinned RAM; the optimizer's state is created by torch and stays pageable."""
         partition = policy.trained_bytes * states.num_trained // policy.shard_degree
-        moves, stays = strategy.offload.moves_parameters, 0 if strategy.offload.moves_parameters else 1
         return States(
             num_trained=states.num_trained,
             saved=states.saved,
-            weights=stays * states.weights,
-            quant_state=stays * states.quant_state,
-            adapters=stays * states.adapters,
-            pinned=(states.adapters + states.weights if moves else 0) + partition,
+            weights=0,
+            quant_state=0,
+            adapters=0,
+            pinned=states.adapters + states.weights + partition,
             pageable=states.optimizer_state + states.optimizer_temporaries,
         )
 
@@ -156,7 +155,8 @@ class Fsdp(PlannedEngine):
         if policy.reference.uses_fsdp1:
             return policy.compute_bytes * dims.root
         group = dims.root - (dims.head_group if step.sharding.reduce_head else 0)
-        return (policy.compute_bytes + (0 if step.waits_for_last_micro_batch else policy.reduce_bytes)) * group
+        waits = self.waits_for_last_micro_batch(step.configuration, policy)
+        return (policy.compute_bytes + (0 if waits else policy.reduce_bytes)) * group
 
     def traced_block(self, step: StateMemory, traced: TracedBlocks, place: int) -> Gathered:
         configuration, policy, sharding = step.configuration, step.policy, step.sharding

@@ -212,7 +212,6 @@ def state_need(shape: ModelShape, configuration: Configuration, device: Device) 
         dims=dims,
         states=states,
         sharding=sharding,
-        waits_for_last_micro_batch=_waits(configuration, policy),
     )
     update = sum(optimizer_step(step, resident_bytes(step)).values())
     return max(backward, least_needed(update, policy, device, configuration.num_ranks, OVERHEADS, is_update=True))
@@ -245,16 +244,11 @@ def step_memory(shape: ModelShape, configuration: Configuration, device: Device)
         blocks=block_activations(configuration, policy, dims),
         head=head_memory(configuration, policy, dims),
         sharding=_sharding(configuration, policy, dims),
-        waits_for_last_micro_batch=_waits(configuration, policy),
     )
 
 
 def _sharding(configuration: Configuration, policy: PrecisionPolicy, dims: Dims) -> ShardingMemory:
     return engine_of(configuration.strategy.sharding).memory(configuration, policy, dims)
-
-
-def _waits(configuration: Configuration, policy: PrecisionPolicy) -> bool:
-    return engine_of(configuration.strategy.sharding).waits_for_last_micro_batch(configuration, policy)
 
 
 def managed_bytes(shape: ModelShape, configuration: Configuration, device: Device) -> int:

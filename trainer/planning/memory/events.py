@@ -50,6 +50,11 @@ class StepMemory(StateMemory, frozen=True, kw_only=True):
     blocks: BlockActivations
     head: HeadMemory
 
+    @property
+    def waits_for_last_micro_batch(self) -> bool:
+        """True if whole gradients stay on this rank until the last micro batch reduces them."""
+        return engine_of(self).waits_for_last_micro_batch(self.configuration, self.policy)
+
 
 def engine_of(step: StateMemory) -> PlannedEngine:
     """The planner's side of the engine that runs the step."""

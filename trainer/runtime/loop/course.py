@@ -46,6 +46,7 @@ from shardwise.trainer.runtime.loop.saving import (
 from shardwise.trainer.runtime.loop.session import Session, build_session
 from shardwise.trainer.runtime.loop.step import run_step
 from shardwise.trainer.runtime.models.build import plain_model
+from shardwise.trainer.runtime.models.fused_adapters import check_fused_ran
 from shardwise.trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
 from shardwise.trainer.runtime.run.clock import CardWatch, Clock, CoreQueue
 from shardwise.trainer.runtime.run.device_time import DeviceSample, sampled_steps
@@ -237,6 +238,9 @@ def _one_step(
     session.writer.write_status("training", step=step)
     if state.verified is not None and not state.verified.facts and not result.was_skipped:
         check_fp8_ran(session.installed.fp8, plain_model(session.model))
+        check_fused_ran(plain_model(session.model))
+        if session.installed.head is not None:
+            session.installed.head.check_ran()
         seen = facts_after_step(session.model, session.optimizer, session.installed, session.scaler)
         compilation = session.installed.compilation
         breaks = {} if compilation is None else compilation.breaks()

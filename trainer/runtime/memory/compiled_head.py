@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from shardwise.trainer.runtime.loss import IGNORED, Head
 from shardwise.trainer.runtime.memory.compilation import check_compiler, num_graphs
+from shardwise.trainer.spec.errors import EnvironmentFaultError
 
 
 class CompiledSlices:
@@ -48,6 +49,13 @@ class CompiledSlices:
         filled = self._filled(hidden, targets, log_normalisers, shares)
         gradient: Tensor = self._run(self._gradient, *head, *filled)
         return gradient[: hidden.shape[0]]
+
+    def check_ran(self) -> None:
+        """EnvironmentFaultError if, after a step, no slice has run compiled."""
+        if not self.num_backwards:
+            raise EnvironmentFaultError(
+                "pin.compiled_head: no slice of the first step ran compiled; set pin.compiled_head=false"
+            )
 
     def facts(self) -> dict[str, str]:
         """Text of what has run compiled."""

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.trainer.runtime.models.methods import ADAPTER
 from shardwise.trainer.runtime.models.targets import is_4bit, is_linear
-from shardwise.trainer.spec.errors import InputError
+from shardwise.trainer.spec.errors import EnvironmentFaultError, InputError
 
 
 class FusedLayer:
@@ -68,6 +68,16 @@ def fused_layers(model: nn.Module) -> list[FusedLayer]:
     """The forwards that run fused, found in the model itself."""
     forwards = (vars(layer).get("forward") for layer in _adapted(model))
     return [forward for forward in forwards if isinstance(forward, FusedLayer)]
+
+
+def check_fused_ran(model: nn.Module) -> None:
+    """EnvironmentFaultError if, after a step, none of the fused layers has run: something else calls them."""
+    layers = fused_layers(model)
+    if layers and not any(layer.num_runs for layer in layers):
+        raise EnvironmentFaultError(
+            f"pin.fused_adapters: {len(layers)} layers were fused, and none has run so in the first step; set "
+            "pin.fused_adapters=false"
+        )
 
 
 def fused_adapter_facts(model: nn.Module) -> dict[str, str]:
